@@ -1,0 +1,1 @@
+"""Symmetric products: the kernel contract, the built-in backends, discovery and the ladder."""

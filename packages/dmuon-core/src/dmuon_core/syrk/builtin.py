@@ -1,0 +1,128 @@
+"""The two backends that need torch alone: ``cublas`` on CUDA devices and ``torch`` on any other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dmuon_core.syrk.contract import API, Scalar, SyrkFn, SyrkSpec, check_operands
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def torch_syrk(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    out: Tensor | None = None,
+    sms: int | None = None,
+) -> Tensor:
+    """The reference: the product in fp32 (fp64 for fp64), one rounding, the lower triangle mirrored."""
+    check_operands(a, b, c, beta, out)
+    wide = torch.float32 if a.dtype in _HALVES else a.dtype
+    x = a.to(wide)
+    y = x if b is None else b.to(wide)
+    d = _epilogue(torch.matmul(x, y.mT), c, alpha, beta)
+    return _store(d, a.dtype, out)
+
+
+def cublas_syrk(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    out: Tensor | None = None,
+    sms: int | None = None,
+) -> Tensor:
+    """One cuBLAS product over both triangles, then the lower one mirrored. ``sms`` is not supported and ignored."""
+    check_operands(a, b, c, beta, out)
+    with full_precision_reduction():
+        product = _cublas_product(a, a if b is None else b, c, alpha, beta)
+    return _store(product, a.dtype, out)
+
+
+def _cublas_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: Scalar, beta: Scalar) -> Tensor:
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        # A device scalar cannot enter cuBLAS through torch: the epilogue runs in fp32 on the rounded product.
+        return _epilogue(torch.matmul(a, b.mT).float(), c, alpha, beta)
+    a_BMK, b_BMK = _as_batch(a), _as_batch(b)
+    m = a.shape[-2]
+    if c is None or beta == 0.0:
+        # The input of baddbmm is not read at beta = 0.
+        scratch = a.new_empty((1, 1, 1))
+        d = torch.baddbmm(scratch, a_BMK, b_BMK.mT, beta=0.0, alpha=alpha)
+    else:
+        # Only the lower triangle of C counts, and _store mirrors the lower triangle of D.
+        d = torch.baddbmm(_as_batch(c), a_BMK, b_BMK.mT, beta=beta, alpha=alpha)
+    return d.reshape(*a.shape[:-2], m, m)
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """[*, M, N] as [B, M, N]; a view wherever the batch dimensions allow one."""
+    return x.reshape(-1, *x.shape[-2:]) if x.numel() else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+
+
+def _epilogue(product: Tensor, c: Tensor | None, alpha: Scalar, beta: Scalar) -> Tensor:
+    if isinstance(alpha, Tensor) or alpha != 1.0:
+        product = product * _per_item(alpha)
+    if c is not None and (isinstance(beta, Tensor) or beta != 0.0):
+        product = product + c.to(product.dtype) * _per_item(beta)
+    return product
+
+
+def _per_item(scalar: Scalar) -> Scalar:
+    return scalar[..., None, None] if isinstance(scalar, Tensor) and scalar.ndim else scalar
+
+
+def _store(d: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    d = mirror_lower(d.to(dtype))
+    return d if out is None else out.copy_(d)
+
+
+def mirror_lower(d: Tensor) -> Tensor:
+    """The symmetric matrix with d's lower triangle."""
+    return torch.tril(d) + torch.tril(d, -1).mT
+
+
+@contextlib.contextmanager
+def full_precision_reduction() -> Iterator[None]:
+    """cuBLAS may split K and add partial sums in half precision, by torch's default. Not here; restored afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def _probe_cublas(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"runs on CUDA devices only, this is {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+def _probe_torch(device: torch.device) -> str | None:
+    return None
+
+
+def _load_cublas() -> SyrkFn:
+    return cublas_syrk
+
+
+def _load_torch() -> SyrkFn:
+    return torch_syrk
+
+
+CUBLAS = SyrkSpec("cublas", API, "universal fallback", 10, _probe_cublas, _load_cublas)
+TORCH = SyrkSpec("torch", API, "reference", 0, _probe_torch, _load_torch)

@@ -1,0 +1,135 @@
+"""The contract between Newton-Schulz and the kernels: one operation, and the value that describes a backend.
+
+Legend: B matrices, M rows, K columns.
+
+    D = alpha * A @ B.mT + beta * C        A, B: [*, M, K]    C, D: [*, M, M], symmetric
+
+- ``b=None`` means A, a true SYRK. With another B the caller promises that the product is symmetric (polynomials
+  of one symmetric matrix commute). B may have batch stride 0.
+- fp32 accumulation (fp64 for fp64 input), one rounding to the output dtype. ``D == D.mT`` bitwise.
+- Of C only the lower triangle is read, of a diagonal tile all of it before the first store. ``beta == 0`` does not
+  read C; ``K == 0`` gives ``beta * C``; ``M == 0`` or an empty batch launches nothing.
+- ``out`` may be C itself (same storage, shape and strides); any other overlap with an input is a ValueError.
+- ``alpha`` and ``beta`` are floats, or fp32 tensors on the device: 0-d, or one per batch item.
+- Bitwise repeatable: no floating-point atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+API = 1
+"""The number of this contract. A backend built for another one is skipped, with a reason."""
+
+ENTRY_POINT_GROUP = "dmuon_core.syrk"
+
+Scalar = float | Tensor
+
+
+class SyrkFn(Protocol):
+    """A loaded kernel: see this module's text for what it computes."""
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor | None = None,
+        c: Tensor | None = None,
+        *,
+        alpha: Scalar = 1.0,
+        beta: Scalar = 0.0,
+        out: Tensor | None = None,
+        sms: int | None = None,
+    ) -> Tensor: ...
+
+
+def accept_all(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
+    """The ``rejects`` of a backend that takes every operand."""
+    return None
+
+
+@dataclass(frozen=True)
+class SyrkSpec:
+    """A backend, as a value. Building one imports nothing heavy and touches no device.
+
+    Attributes:
+        name: what ``kernel=`` and ``DMUON_NS_KERNEL`` call it.
+        api: the contract it was written for; must equal :data:`API`.
+        origin: who made it, as shown to users ("DMuon internal").
+        priority: place in the automatic ladder, highest first. The built-in fallbacks have 10 and 0.
+        probe: ``probe(device)`` is None when the backend can run there, else the reason why not, with the remedy. Cheap.
+        load: returns the kernel; may import what it needs and may raise anything.
+        rejects: ``rejects(a, b, c)`` is None when it takes these operands, else the reason. Cheap: shapes, strides, dtypes.
+    """
+
+    name: str
+    api: int
+    origin: str
+    priority: int
+    probe: Callable[[torch.device], str | None]
+    load: Callable[[], SyrkFn]
+    rejects: Callable[[Tensor, Tensor | None, Tensor | None], str | None] = accept_all
+
+
+def check_operands(a: Tensor, b: Tensor | None, c: Tensor | None, beta: Scalar, out: Tensor | None) -> None:
+    """Raise ValueError, naming the operand, where the contract does not hold."""
+    if a.ndim < 2:
+        raise ValueError(f"syrk: a must be [*, M, K], got shape {tuple(a.shape)}")
+    batch, m = a.shape[:-2], a.shape[-2]
+    square = (*batch, m, m)
+    if b is not None:
+        _check_like(b, a, "b", tuple(a.shape))
+    if c is None:
+        if isinstance(beta, Tensor) or beta != 0.0:
+            raise ValueError(f"syrk: beta={beta!r} needs c, a [*, M, M] tensor; pass c or leave beta at 0")
+    else:
+        _check_like(c, a, "c", square)
+    if out is not None:
+        _check_like(out, a, "out", square)
+        _check_overlap(a, b, c, out)
+
+
+def _check_like(x: Tensor, a: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"syrk: {name} must have shape {list(shape)} to go with a {list(a.shape)}, got {list(x.shape)}")
+    if x.dtype != a.dtype or x.device != a.device:
+        raise ValueError(
+            f"syrk: {name} must match a in dtype and device ({a.dtype}, {a.device}), got ({x.dtype}, {x.device})"
+        )
+
+
+def _check_overlap(a: Tensor, b: Tensor | None, c: Tensor | None, out: Tensor) -> None:
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        if x is None or not _byte_ranges_meet(x, out):
+            continue
+        is_c_itself = x is c and x.data_ptr() == out.data_ptr() and x.shape == out.shape and x.stride() == out.stride()
+        if not is_c_itself:
+            raise ValueError(f"syrk: out overlaps {name}; only out=c, the very same view, is allowed: give out its own memory")
+    if out.numel() and _has_internal_overlap(out):
+        raise ValueError(f"syrk: out (strides {out.stride()}) writes an element twice; give it memory of its own")
+
+
+def _byte_ranges_meet(x: Tensor, y: Tensor) -> bool:
+    if not x.numel() or not y.numel() or x.device != y.device:
+        return False
+    (x0, x1), (y0, y1) = _byte_range(x), _byte_range(y)
+    return x0 < y1 and y0 < x1
+
+
+def _byte_range(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _has_internal_overlap(x: Tensor) -> bool:
+    reach = 0
+    for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

@@ -1,0 +1,218 @@
+"""Which kernel runs: the automatic ladder, the explicit choice, and the count of what really ran.
+
+A :class:`KernelChoice` belongs to one Newton-Schulz object, so two optimizers with different kernels do not meet.
+Shared between them is only what cannot differ: the outcome of loading one backend on one device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmuon_core.env import NS_KERNEL, read_settings
+from dmuon_core.notices import warn_once
+from dmuon_core.syrk.contract import Scalar, SyrkFn, SyrkSpec
+from dmuon_core.syrk.discovery import Found, describe_error, discover
+
+LAST_RESORT = "torch"
+_FALLBACK = "cublas"
+_EXTRAS = "dmuon-core[kernels], on SM90 and up also dmuon-kernels[quack]"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A backend as seen from one device: usable, or the reason why not."""
+
+    name: str
+    distribution: str
+    spec: SyrkSpec | None
+    reason: str
+
+
+def survey(device: torch.device) -> tuple[Rung, ...]:
+    """Every backend on ``device``, in the ladder's order, each with its reason when it cannot run. Loads nothing."""
+    return tuple(_probe(found, device) for found in discover())
+
+
+def _probe(found: Found, device: torch.device) -> Rung:
+    if found.spec is None:
+        return Rung(found.name, found.distribution, None, found.reason)
+    try:
+        reason = found.spec.probe(device)
+    except Exception as error:
+        reason = f"its probe failed: {describe_error(error)}"
+    if reason is None:
+        outcome = _loaded.get((found.spec, str(device)))
+        reason = outcome if isinstance(outcome, str) else None
+    if reason is not None:
+        return Rung(found.name, found.distribution, None, reason)
+    return Rung(found.name, found.distribution, found.spec, "")
+
+
+class KernelUnavailableError(RuntimeError):
+    """An explicit kernel, or ``DMUON_NS_KERNEL``, that cannot run: the text lists every backend with its reason."""
+
+
+def unavailable(name: str, device: torch.device, why: str) -> KernelUnavailableError:
+    source = f" (from {NS_KERNEL})" if read_settings().ns_kernel == name else ""
+    rows = "\n".join(f"  {rung.name}: {rung.reason or 'available'}" for rung in survey(device))
+    return KernelUnavailableError(
+        f"kernel={name!r}{source} cannot run on {device}: {why}\nBackends here:\n{rows}\n"
+        f'Take one that is available, or kernel="auto". Kernels for SM80 and up come with the extra {_EXTRAS}.'
+    )
+
+
+_loaded: dict[tuple[SyrkSpec, str], SyrkFn | str] = {}
+_loading = threading.Lock()
+
+
+def load_checked(spec: SyrkSpec, device: torch.device) -> SyrkFn | str:
+    """The backend's function after one checked call on ``device``, or the reason why it cannot be used."""
+    key = (spec, str(device))
+    with _loading:
+        if key not in _loaded:
+            _loaded[key] = _load_and_check(spec, device)
+        return _loaded[key]
+
+
+def _load_and_check(spec: SyrkSpec, device: torch.device) -> SyrkFn | str:
+    reason = None
+    try:
+        fn = spec.load()
+    except Exception as error:
+        reason = f"it failed to load: {describe_error(error)}"
+    else:
+        try:
+            reason = _accuracy_complaint(fn, device)
+        except Exception as error:
+            reason = f"its first call failed: {describe_error(error)}"
+    if reason is None:
+        return fn
+    warn_once(f"dmuon: kernel {spec.name!r} is left out on {device}: {reason}")
+    return reason
+
+
+def _accuracy_complaint(fn: SyrkFn, device: torch.device) -> str | None:
+    """A product that any right kernel gets: small integers, exact in every dtype, two tiles of 128 a side."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-2, 3, (2, 144, 64), generator=generator).to(device, torch.float16)
+    c = torch.tril(torch.randint(-2, 3, (2, 144, 144), generator=generator)).to(device, torch.float16)
+    want = a.cpu().float() @ a.cpu().float().mT + 2 * (c + torch.tril(c, -1).mT).cpu().float()
+    got = fn(a, None, c, alpha=1.0, beta=2.0).cpu().float()
+    wrong = int((got != want).sum())
+    return f"it computes wrong values ({wrong} of {want.numel()} in the check at load)" if wrong else None
+
+
+class Loaded(NamedTuple):
+    """A backend that passed its checks on one device."""
+
+    spec: SyrkSpec
+    fn: SyrkFn
+
+
+@dataclass
+class KernelChoice:
+    """The kernel of one Newton-Schulz object.
+
+    Attributes:
+        name: what the user chose, ``"auto"`` or a backend.
+        launches: how often each backend ran so far.
+    """
+
+    name: str
+    launches: Counter[str] = field(default_factory=Counter)
+    _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kernel: str) -> KernelChoice:
+        """``kernel``, or what ``DMUON_NS_KERNEL`` says where it is ``"auto"``.
+
+        Raises:
+            KernelUnavailableError: no backend has that name, or it cannot run on the default device.
+        """
+        choice = cls(read_settings().ns_kernel if kernel == "auto" else kernel)
+        if choice.name != "auto":
+            choice.ladder(default_device())
+        return choice
+
+    def ladder(self, device: torch.device) -> tuple[Loaded, ...]:
+        """The backends to try on ``device``, best first; never empty. One only where the user named it.
+
+        Raises:
+            KernelUnavailableError: the named backend cannot run there.
+        """
+        if device not in self._ladders:
+            self._ladders[device] = _climb(device) if self.name == "auto" else (_named(self.name, device),)
+        return self._ladders[device]
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor | None = None,
+        c: Tensor | None = None,
+        *,
+        alpha: Scalar = 1.0,
+        beta: Scalar = 0.0,
+        out: Tensor | None = None,
+        sms: int | None = None,
+    ) -> Tensor:
+        """One symmetric product by the best backend that takes these operands (``dmuon_core.syrk.contract``)."""
+        refusals: list[str] = []
+        for spec, fn in self.ladder(a.device):
+            refusal = spec.rejects(a, b, c)
+            if refusal is None:
+                self.launches[spec.name] += 1
+                return fn(a, b, c, alpha=alpha, beta=beta, out=out, sms=sms)
+            refusals.append(f"{spec.name}: {refusal}")
+        raise unavailable(self.name, a.device, "it does not take these operands: " + "; ".join(refusals))
+
+    def expected(self, device: torch.device) -> SyrkSpec:
+        """The backend at the top of the ladder on ``device``."""
+        return self.ladder(device)[0].spec
+
+
+def _climb(device: torch.device) -> tuple[Loaded, ...]:
+    """Every backend that probes, loads and computes right on ``device``."""
+    loaded = []
+    for rung in survey(device):
+        # Under Triton's interpreter its kernel accepts CPU tensors too; nobody wants that unasked.
+        if rung.spec is None or (device.type == "cpu" and rung.name != LAST_RESORT):
+            continue
+        outcome = load_checked(rung.spec, device)
+        if not isinstance(outcome, str):
+            loaded.append(Loaded(rung.spec, outcome))
+    if loaded[0].spec.name == _FALLBACK and torch.cuda.get_device_capability(device) >= (8, 0):
+        warn_once(
+            f"dmuon: Newton-Schulz runs on cuBLAS on {device}, which does twice the work of a symmetric kernel; "
+            f"what is missing: {_missing(device)}. Kernels come with the extra {_EXTRAS}."
+        )
+    return tuple(loaded)
+
+
+def _missing(device: torch.device) -> str:
+    reasons = [f"{rung.name} ({rung.reason})" for rung in survey(device) if rung.reason]
+    return ", ".join(reasons) or "no kernel package is installed"
+
+
+def _named(name: str, device: torch.device) -> Loaded:
+    rung = next((rung for rung in survey(device) if rung.name == name), None)
+    if rung is None:
+        raise unavailable(name, device, "no backend has this name")
+    if rung.spec is None:
+        raise unavailable(name, device, rung.reason)
+    outcome = load_checked(rung.spec, device)
+    if isinstance(outcome, str):
+        raise unavailable(name, device, outcome)
+    return Loaded(rung.spec, outcome)
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

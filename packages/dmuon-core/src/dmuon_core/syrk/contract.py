@@ -7,8 +7,8 @@ Legend: B matrices, M rows, K columns.
 - ``b=None`` means A, a true SYRK. With another B the caller promises that the product is symmetric (polynomials
   of one symmetric matrix commute). B may have batch stride 0.
 - fp32 accumulation (fp64 for fp64 input), one rounding to the output dtype. ``D == D.mT`` bitwise.
-- Of C only the lower triangle is read, of a diagonal tile all of it before the first store. ``beta == 0`` does not
-  read C; ``K == 0`` gives ``beta * C``; ``M == 0`` or an empty batch launches nothing.
+- Of C only the lower triangle is read, of a diagonal tile all of it before the first store. A float ``beta == 0`` does
+  not read C; ``K == 0`` gives ``beta * C``; ``M == 0`` or an empty batch launches nothing.
 - ``out`` may be C itself (same storage, shape and strides); any other overlap with an input is a ValueError.
 - ``alpha`` and ``beta`` are floats, or fp32 tensors on the device: 0-d, or one per batch item.
 - Bitwise repeatable: no floating-point atomics.
@@ -61,9 +61,9 @@ class SyrkSpec:
         api: the contract it was written for; must equal :data:`API`.
         origin: who made it, as shown to users ("DMuon internal").
         priority: place in the automatic ladder, highest first. The built-in fallbacks have 10 and 0.
-        probe: ``probe(device)`` is None when the backend can run there, else the reason why not, with the remedy. Cheap.
+        probe: ``probe(device)`` is None when the backend can run there, else the reason and the remedy. Cheap.
         load: returns the kernel; may import what it needs and may raise anything.
-        rejects: ``rejects(a, b, c)`` is None when it takes these operands, else the reason. Cheap: shapes, strides, dtypes.
+        rejects: ``rejects(a, b, c)`` is None when it takes these operands, else the reason. Cheap.
     """
 
     name: str
@@ -95,7 +95,9 @@ def check_operands(a: Tensor, b: Tensor | None, c: Tensor | None, beta: Scalar, 
 
 def _check_like(x: Tensor, a: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if tuple(x.shape) != shape:
-        raise ValueError(f"syrk: {name} must have shape {list(shape)} to go with a {list(a.shape)}, got {list(x.shape)}")
+        raise ValueError(
+            f"syrk: {name} must have shape {list(shape)} to go with a {list(a.shape)}, got {list(x.shape)}"
+        )
     if x.dtype != a.dtype or x.device != a.device:
         raise ValueError(
             f"syrk: {name} must match a in dtype and device ({a.dtype}, {a.device}), got ({x.dtype}, {x.device})"
@@ -106,9 +108,13 @@ def _check_overlap(a: Tensor, b: Tensor | None, c: Tensor | None, out: Tensor) -
     for name, x in (("a", a), ("b", b), ("c", c)):
         if x is None or not _byte_ranges_meet(x, out):
             continue
-        is_c_itself = x is c and x.data_ptr() == out.data_ptr() and x.shape == out.shape and x.stride() == out.stride()
+        is_c_itself = (
+            name == "c" and x.data_ptr() == out.data_ptr() and x.shape == out.shape and x.stride() == out.stride()
+        )
         if not is_c_itself:
-            raise ValueError(f"syrk: out overlaps {name}; only out=c, the very same view, is allowed: give out its own memory")
+            raise ValueError(
+                f"syrk: out overlaps {name}; only out=c, the very same view, is allowed: give out its own memory"
+            )
     if out.numel() and _has_internal_overlap(out):
         raise ValueError(f"syrk: out (strides {out.stride()}) writes an element twice; give it memory of its own")
 

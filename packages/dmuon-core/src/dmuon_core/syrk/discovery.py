@@ -63,7 +63,10 @@ def _load(entry: metadata.EntryPoint, own: str) -> Found:
         return Found(entry.name, who, None, f"{who} offers a {type(spec).__name__} where a SyrkSpec is expected")
     if spec.api != API:
         return Found(
-            entry.name, who, None, f"{who} is written for kernel contract {spec.api}, {own} has {API}: install versions that match"
+            entry.name,
+            who,
+            None,
+            f"{who} is written for kernel contract {spec.api}, {own} has {API}: install versions that match",
         )
     return Found(spec.name, who, spec)
 

@@ -122,10 +122,12 @@ class KernelChoice:
     Attributes:
         name: what the user chose, ``"auto"`` or a backend.
         launches: how often each backend ran so far.
+        last_device: where it ran last.
     """
 
     name: str
     launches: Counter[str] = field(default_factory=Counter)
+    last_device: torch.device | None = None
     _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -167,9 +169,14 @@ class KernelChoice:
             refusal = spec.rejects(a, b, c)
             if refusal is None:
                 self.launches[spec.name] += 1
+                self.last_device = a.device
                 return fn(a, b, c, alpha=alpha, beta=beta, out=out, sms=sms)
             refusals.append(f"{spec.name}: {refusal}")
         raise unavailable(self.name, a.device, "it does not take these operands: " + "; ".join(refusals))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder anew.
+        return {"name": self.name, "launches": Counter(self.launches), "last_device": None, "_ladders": {}}
 
     def expected(self, device: torch.device) -> SyrkSpec:
         """The backend at the top of the ladder on ``device``."""

@@ -1,0 +1,21 @@
+"""``python -m dmuon_core status``: what Newton-Schulz runs on here, and why the other kernels do not."""
+
+from __future__ import annotations
+
+import argparse
+
+from dmuon_core.report import get_backend_status, get_ns_backend
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m dmuon_core", description=__doc__)
+    parser.add_argument("command", choices=["status"])
+    parser.add_argument("--device", help="such as cuda:1; default: the current CUDA device, else the CPU")
+    arguments = parser.parse_args()
+    print(get_ns_backend())
+    for name, status in get_backend_status(arguments.device).items():
+        print(f"  {name:<10} {status['reason'] or 'available'}  [{status['distribution']}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What tests of DMuon and of third-party kernels share: adversarial spectra, the oracle, and the conformance suite."""
+
+from dmuon_core.testing.orthogonality import (
+    ERROR_RATIO,
+    SIGMA_MARGIN,
+    Verdict,
+    exact_polynomial,
+    judge,
+    plain_newton_schulz,
+    relative_error,
+)
+from dmuon_core.testing.spectra import SPECTRA, repeated_rows, with_singular_values
+
+__all__ = [
+    "ERROR_RATIO",
+    "SIGMA_MARGIN",
+    "SPECTRA",
+    "Verdict",
+    "exact_polynomial",
+    "judge",
+    "plain_newton_schulz",
+    "relative_error",
+    "repeated_rows",
+    "with_singular_values",
+]

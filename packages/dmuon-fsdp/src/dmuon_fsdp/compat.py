@@ -1,0 +1,172 @@
+"""Every private name of torch that this package uses, and the only file that may import one.
+
+Each section says what is missing from the public surface. Whatever a section offers is a function or class of ours,
+so that a change in torch is answered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "AUTOGRAD_KEEPS_SUBCLASSES",
+    "RoutedDTensor",
+    "SeatedShard",
+    "build_dtensor",
+    "contiguous_strides",
+    "local_tensor",
+    "plain_dtensor",
+    "shard_extent",
+    "tree_leaves",
+    "tree_map",
+]
+
+# --- DTensor internals
+#
+# - DTensorSpec, TensorMeta and DTensor.__new__: `DTensor.from_local` returns a plain DTensor, there is no public
+#   constructor of a subclass.
+# - `_local_tensor`, `_spec`: `to_local()` is an autograd function and returns a new tensor each time; the at-rest
+#   tensor itself is needed for its version counter, its address, and to write into it.
+# - compute_local_shape_and_global_offset: where a shard lies in the whole tensor; DCP asks it, so we ask the same.
+# - tree_leaves, tree_map: the arguments of an operator are lists of lists; `torch.utils.pytree` is not in 2.11.
+
+D = TypeVar("D", bound=DTensor)
+
+
+def build_dtensor(
+    cls: type[D], local: Tensor, *, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> D:
+    """Return a ``cls`` of this global shape around ``local``, which may have any number of rows."""
+    meta = TensorMeta(shape, contiguous_strides(shape), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor.__new__(cls, local, spec, requires_grad=False)  # type: ignore[return-value]
+
+
+def local_tensor(dtensor: DTensor) -> Tensor:
+    """The tensor that a DTensor holds on this rank, itself and without autograd."""
+    return dtensor._local_tensor
+
+
+def plain_dtensor(dtensor: DTensor, local: Tensor | None = None) -> DTensor:
+    """A DTensor of exactly that class with the same spec, around ``local`` or the same local tensor.
+
+    torch's own rules for an operator apply to it: a subclass that routes operators hands this on.
+    """
+    spec = dtensor._spec
+    return DTensor.__new__(DTensor, dtensor._local_tensor if local is None else local, spec, requires_grad=False)
+
+
+def shard_extent(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[torch.Size, torch.Size]:
+    """Offsets and sizes of this rank's part of a tensor of that global shape."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, tuple(placements))
+    return torch.Size(offsets), torch.Size(sizes)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+class SeatedShard(Shard):
+    """``Shard(0)`` whose rows all sit at one coordinate of its mesh dimension, ``seat``.
+
+    torch slices a full tensor by `_local_shard_size_and_offset` of a DTensor's placements when it loads a full state
+    dict into a sharded model, when it loads onto a meta tensor, and when it names a shard in a checkpoint. An even
+    `Shard(0)` there would write a few rows of a matrix over all of it. This class is what `placements` shows; the
+    spec inside the DTensor has `Shard(0)`, whose rules for operators are right.
+    """
+
+    def __new__(cls, seat: int) -> SeatedShard:
+        return super().__new__(cls, 0)  # type: ignore[call-arg]
+
+    def __init__(self, seat: int) -> None:
+        super().__init__(0)
+        self.seat = seat
+
+    def __reduce__(self) -> tuple[type[SeatedShard], tuple[int]]:
+        return SeatedShard, (self.seat,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SeatedShard) and other.seat == self.seat
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.seat))
+
+    def __repr__(self) -> str:
+        return f"SeatedShard(seat={self.seat})"
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: Any, rank: Any) -> tuple[Any, Any]:
+        return (curr_local_size, 0) if rank == self.seat else (0, curr_local_size)
+
+
+# --- Operators of a DTensor subclass
+#
+# Since 2.13 torch hands an operator to the `__torch_dispatch__` of a subclass that overrides it, and DTensor's own
+# works when called. Before, its C++ path took every subclass for a DTensor and `__torch_dispatch__` was a stub that
+# raised. There the Python call is caught by `__torch_function__`, and the operators under it by a dispatch mode, which
+# goes before that path. What autograd's engine runs by itself escapes: a gradient that it accumulates would become a
+# plain DTensor.
+
+
+def _hands_operators_to_subclasses() -> bool:
+    try:
+        DTensor.__torch_dispatch__(torch.no_grad, ())  # type: ignore[no-untyped-call]
+    except NotImplementedError:
+        return False
+    return True
+
+
+AUTOGRAD_KEEPS_SUBCLASSES = _hands_operators_to_subclasses()
+
+
+class RoutedDTensor(DTensor):
+    """A DTensor all of whose operators come to `route`."""
+
+    @classmethod
+    def route(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    if AUTOGRAD_KEEPS_SUBCLASSES:
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return cls.route(func, args, kwargs or {})
+
+    else:
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            with _RouteMode(cls), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+
+class _RouteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, routed: type[RoutedDTensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.routed = routed
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, self.routed) for leaf in tree_leaves((args, kwargs))):
+            return self.routed.route(func, args, kwargs)
+        return func(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""What the runtime remembers: one parameter, one group, tickets, hooks."""

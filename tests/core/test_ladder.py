@@ -1,0 +1,296 @@
+"""Which kernel runs: every rung under patched probes, byte for byte, and what goes wrong on the way."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+import dmuon_core
+from dmuon_core import Muon, NewtonSchulz, SyrkSpec, get_backend_status, get_ns_backend, notices, report
+from dmuon_core.syrk import discovery, ladder
+from dmuon_core.syrk.builtin import CUBLAS, TORCH, torch_syrk
+from dmuon_core.syrk.contract import API
+from dmuon_core.syrk.discovery import Found
+
+
+def supported(device):
+    return None
+
+
+def spec(name, priority, origin="DMuon internal", *, probe=supported, load=lambda: torch_syrk, **options) -> SyrkSpec:
+    return SyrkSpec(name, API, origin, priority, probe, load, **options)
+
+
+QUACK = spec("quack", 90, "Tri Dao quack")
+CUTE = spec("cute_sm80", 80)
+TRITON = spec("triton", 70)
+
+
+def no(reason):
+    return lambda device: reason
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """``machine(specs, capability)``: a pretended machine with these backends; None is one without CUDA."""
+
+    def pretend(specs, capability=None):
+        found = [Found(s.name, "dmuon-kernels 0.1.0", s) for s in specs]
+        found += [
+            Found(s.name, "dmuon-core 0.1.0", s) for s in (CUBLAS, TORCH) if s.name not in {x.name for x in specs}
+        ]
+        registry = tuple(sorted(found, key=lambda f: -f.spec.priority))
+        monkeypatch.setattr(ladder, "discover", lambda: registry)
+        monkeypatch.setattr(ladder, "_loaded", {})
+        notices.warn_once.cache_clear()
+        if capability is not None:
+            device = torch.device("cuda", 0)
+            for module in (ladder, report):
+                monkeypatch.setattr(module, "default_device", lambda: device)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+            monkeypatch.setattr(ladder, "_accuracy_complaint", lambda fn, device: None)
+
+    return pretend
+
+
+def cublas_here():
+    return dataclasses.replace(CUBLAS, probe=supported, load=lambda: torch_syrk)
+
+
+@pytest.mark.parametrize(
+    ("specs", "capability", "line"),
+    [
+        ([QUACK, CUTE, TRITON], (9, 0), "Gram NS · kernel=quack (SM90, Tri Dao quack)"),
+        ([CUTE, TRITON], (8, 0), "Gram NS · kernel=cute_sm80 (SM80, DMuon internal)"),
+        ([TRITON], (9, 0), "Gram NS · kernel=triton (SM90, DMuon internal)"),
+        ([], (8, 0), "Gram NS · kernel=cublas (SM80, universal fallback)"),
+        ([], None, "Gram NS · kernel=torch (CPU, reference)"),
+    ],
+)
+def test_the_five_lines(machine, specs, capability, line):
+    machine([*specs, cublas_here()] if capability else specs, capability)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert get_ns_backend() == line
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 6), (8, 9), (12, 0)])
+def test_unknown_architectures_fall_back(machine, capability):
+    machine([dataclasses.replace(TRITON, probe=no("not for this one")), cublas_here()], capability)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert get_ns_backend() == f"Gram NS · kernel=cublas (SM{capability[0]}{capability[1]}, universal fallback)"
+
+
+def test_each_probe_that_refuses_moves_one_rung_down(machine):
+    order = [QUACK, CUTE, TRITON, cublas_here()]
+    for i, expected in enumerate(order):
+        refused = [dataclasses.replace(s, probe=no("absent")) for s in order[:i]]
+        machine([*refused, *order[i:]], (9, 0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert f"kernel={expected.name} " in get_ns_backend()
+
+
+@pytest.mark.parametrize("name", ["quack", "triton"])
+def test_an_explicit_choice_never_falls_back(machine, name):
+    machine(
+        [
+            dataclasses.replace(QUACK, probe=no("no quack-kernels here")),
+            dataclasses.replace(TRITON, probe=no("no C compiler")),
+        ]
+    )
+    with pytest.raises(RuntimeError) as caught:
+        NewtonSchulz(kernel=name)
+    text = str(caught.value)
+    assert f"kernel={name!r}" in text
+    for reason in (
+        "no quack-kernels here",
+        "no C compiler",
+        "torch: available",
+        "dmuon-core[kernels]",
+        "dmuon-kernels[quack]",
+    ):
+        assert reason in text
+
+
+def test_an_explicit_choice_stays_where_operands_do_not_fit(machine):
+    picky = spec("picky", 60, rejects=lambda a, b, c: "M must divide by 8" if a.shape[-2] % 8 else None)
+    machine([picky])
+    ns = NewtonSchulz(kernel="picky")
+    assert ns(torch.randn(8, 16)).shape == (8, 16)
+    with pytest.raises(RuntimeError, match=r"picky.*does not take these operands.*M must divide by 8"):
+        ns(torch.randn(7, 16))
+    assert set(ns.kernel.launches) == {"picky"}
+
+
+def test_auto_hands_operands_down_the_ladder(machine):
+    picky = spec("picky", 60, rejects=lambda a, b, c: "M must divide by 8" if a.shape[-2] % 8 else None)
+    machine([picky, cublas_here()], (9, 0))
+    choice = ladder.KernelChoice.of("auto")
+    device = torch.device("cuda", 0)
+    choice._ladders[torch.device("cpu")] = choice.ladder(device)
+    choice(torch.randn(7, 16))
+    choice(torch.randn(8, 16))
+    assert choice.launches == {"cublas": 1, "picky": 1}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("no name x"),
+        AttributeError("gone"),
+        RuntimeError("driver"),
+        OSError("lib"),
+        AssertionError(),
+        KeyError("k"),
+    ],
+)
+@pytest.mark.parametrize("where", ["probe", "load", "first call"])
+def test_any_exception_in_an_optional_package_is_a_reason(machine, monkeypatch, where, error):
+    def fail(*_, **__):
+        raise error
+
+    broken = {"probe": {"probe": fail}, "load": {"load": fail}, "first call": {"load": lambda: fail}}[where]
+    machine([spec("broken", 60, **broken), cublas_here()], (9, 0))
+    if where == "first call":
+        monkeypatch.setattr(ladder, "_accuracy_complaint", lambda fn, device: fn() if fn is fail else None)
+    with pytest.warns(RuntimeWarning, match=type(error).__name__):
+        assert "kernel=cublas" in get_ns_backend()
+    assert type(error).__name__ in get_backend_status("cuda:0")["broken"]["reason"]
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        NewtonSchulz(kernel="broken")
+
+
+def test_a_kernel_that_computes_wrong_values_is_left_out(machine):
+    def wrong(*args, **kwargs):
+        return torch_syrk(*args, **kwargs) + 1
+
+    machine([spec("wrong", 60, load=lambda: wrong)])
+    with (
+        pytest.warns(RuntimeWarning, match="computes wrong values"),
+        pytest.raises(RuntimeError, match="computes wrong values"),
+    ):
+        NewtonSchulz(kernel="wrong")
+
+
+def test_a_failure_after_a_success_raises(machine):
+    calls = []
+
+    def tired(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("illegal memory access")
+        return torch_syrk(*args, **kwargs)
+
+    machine([spec("tired", 60, load=lambda: tired)])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        NewtonSchulz(kernel="tired")(torch.randn(8, 16))
+
+
+def test_warnings_come_once(machine):
+    machine([spec("broken", 60, load=lambda: 1 / 0), cublas_here()], (9, 0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            get_ns_backend()
+    texts = [str(w.message) for w in seen]
+    assert len(texts) == len(set(texts)) == 2
+    assert any("ZeroDivisionError" in text for text in texts)
+    assert any("runs on cuBLAS" in text and "dmuon-core[kernels]" in text for text in texts)
+
+
+def test_the_environment_replaces_auto_and_only_auto(machine, monkeypatch):
+    machine([TRITON])
+    monkeypatch.setenv("DMUON_NS_KERNEL", "triton")
+    assert NewtonSchulz().kernel.name == "triton"
+    assert NewtonSchulz(kernel="torch").kernel.name == "torch"
+    assert get_ns_backend() == "Gram NS · kernel=triton (CPU, DMuon internal)"
+    monkeypatch.setenv("DMUON_NS_KERNEL", "cudnn")
+    with pytest.raises(RuntimeError, match=r"'cudnn' \(from DMUON_NS_KERNEL\).*no backend has this name"):
+        NewtonSchulz()
+    with pytest.raises(RuntimeError, match="triton: available"):
+        Muon([torch.nn.Parameter(torch.zeros(4, 4))])
+    monkeypatch.setenv("DMUON_NS_KERNEL", "")
+    assert NewtonSchulz().kernel.name == "auto"
+
+
+def test_auto_on_a_cpu_never_takes_an_interpreted_kernel(machine):
+    machine([TRITON])
+    ns = NewtonSchulz()
+    ns(torch.randn(8, 16))
+    assert set(ns.kernel.launches) == {"torch"}
+
+
+def test_two_optimizers_with_different_kernels_do_not_meet(machine):
+    machine([TRITON])
+    params = [torch.nn.Parameter(torch.randn(8, 16)) for _ in range(2)]
+    first = Muon([params[0]], ns_backend=NewtonSchulz(kernel="triton"))
+    second = Muon([params[1]], ns_backend=NewtonSchulz("direct", kernel="torch"))
+    for p in params:
+        p.grad = torch.randn_like(p)
+    first.step()
+    second.step()
+    first.step()
+    assert get_ns_backend(first).startswith("Gram NS · kernel=triton (CPU, DMuon internal) · launches: triton ")
+    assert get_ns_backend(second).startswith("Direct NS · kernel=torch (CPU, reference) · launches: torch ")
+    assert first.newton_schulz.kernel.launches["triton"] == 2 * 14
+    assert second.newton_schulz.kernel.launches["torch"] == 10
+
+
+def test_the_line_of_an_optimizer_before_its_first_step():
+    optimizer = Muon([torch.nn.Parameter(torch.zeros(4, 4))])
+    assert get_ns_backend(optimizer) == "Gram NS · kernel=torch (CPU, reference)"
+    with pytest.raises(TypeError, match="takes a Muon or a NewtonSchulz, got int"):
+        get_ns_backend(3)
+
+
+def test_names_taken_twice(monkeypatch):
+    class Entry:
+        name, value = "torch", "elsewhere:TORCH"
+
+        class dist:
+            name, version = "impostor", "1.0"
+
+        @staticmethod
+        def load():
+            return spec("torch", 99)
+
+    monkeypatch.setattr(discovery.metadata, "entry_points", lambda group: [Entry])
+    discovery.discover.cache_clear()
+    try:
+        found = {f.name: f for f in discovery.discover()}
+    finally:
+        discovery.discover.cache_clear()
+    assert found["torch"].spec is TORCH
+    assert "the name is taken" in found["torch@impostor 1.0"].reason
+
+
+def test_a_backend_with_another_contract_number(monkeypatch):
+    class Entry:
+        name, value = "old", "old:SPEC"
+
+        class dist:
+            name, version = "old-kernels", "9.1"
+
+        @staticmethod
+        def load():
+            return dataclasses.replace(TRITON, name="old", api=API + 1)
+
+    monkeypatch.setattr(discovery.metadata, "entry_points", lambda group: [Entry])
+    discovery.discover.cache_clear()
+    try:
+        (old,) = [f for f in discovery.discover() if f.name == "old"]
+    finally:
+        discovery.discover.cache_clear()
+    assert old.spec is None
+    assert "old-kernels 9.1" in old.reason
+    assert "dmuon-core" in old.reason
+
+
+def test_status_has_every_backend_with_a_reason():
+    status = get_backend_status("cpu")
+    assert status["torch"]["available"]
+    assert "CUDA devices only" in status["cublas"]["reason"]
+    assert dmuon_core.__version__

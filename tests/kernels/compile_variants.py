@@ -1,0 +1,108 @@
+"""Compile the Triton kernel for GPUs that are not there, and print what each variant takes, as JSON.
+
+Run by ``test_compile.py`` in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from dmuon_kernels.triton_config import CONFIGS, TritonConfig
+from dmuon_kernels.triton_kernel import syrk_kernel
+
+TINY, SMALL, LARGE, UNALIGNED = CONFIGS.values()
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation: sizes and strides are multiples of 8 where ``aligned``, and of 16 where ``divisible``."""
+
+    dtype: str
+    k_major: bool
+    with_c: bool
+    device_scalars: bool
+    aligned: bool
+    divisible: bool
+    config: TritonConfig
+
+
+FAST = (
+    Variant("fp16", k_major=True, with_c=False, device_scalars=False, aligned=True, divisible=True, config=LARGE),
+    Variant("bf16", k_major=False, with_c=True, device_scalars=True, aligned=True, divisible=True, config=LARGE),
+)
+ANY = (
+    Variant("fp16", k_major=True, with_c=True, device_scalars=False, aligned=True, divisible=False, config=LARGE),
+    Variant("bf16", k_major=True, with_c=False, device_scalars=False, aligned=False, divisible=False, config=UNALIGNED),
+    Variant("fp16", k_major=False, with_c=True, device_scalars=True, aligned=False, divisible=False, config=UNALIGNED),
+)
+REST = (
+    Variant("bf16", k_major=False, with_c=True, device_scalars=False, aligned=True, divisible=False, config=LARGE),
+    Variant("fp16", k_major=True, with_c=True, device_scalars=False, aligned=True, divisible=True, config=SMALL),
+    Variant("bf16", k_major=False, with_c=False, device_scalars=True, aligned=False, divisible=False, config=TINY),
+)
+BUILDS = {80: FAST + ANY + REST, 86: FAST, 90: FAST + ANY}
+"""Variants by compute capability. Few, since each takes a second."""
+
+
+def source_of(variant: Variant) -> triton.compiler.ASTSource:
+    pointer, scalar = f"*{variant.dtype}", "*fp32" if variant.device_scalars else "fp32"
+    constants = {
+        "HAS_C": variant.with_c,
+        "ALPHA_ON_DEVICE": variant.device_scalars,
+        "BETA_ON_DEVICE": variant.device_scalars,
+        "ALIGNED": variant.aligned,
+        "EVEN_K": variant.divisible,
+        "TILE_M": variant.config.tile_m,
+        "TILE_K": variant.config.tile_k,
+        "STAGES": variant.config.stages,
+        "TILE_STEP": 1,
+        "EMULATE": False,
+        **dict.fromkeys(("a_sk", "b_sk") if variant.k_major else ("a_sm", "b_sm"), 1),
+        **dict.fromkeys(("c_sn", "d_sn"), 1),
+    }
+    types = {"a": pointer, "b": pointer, "c": pointer, "d": pointer, "alpha": scalar, "beta": scalar}
+    names = syrk_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    pointers = {name for name in names if signature[name].startswith("*")}
+    integers = {name for name in names if signature[name] == "i32" and name != "tiles"}
+    multiples_of_16 = pointers | integers if variant.divisible else pointers
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in multiples_of_16}
+    return triton.compiler.ASTSource(syrk_kernel, signature, constants, attributes)
+
+
+def measure(variant: Variant, capability: int) -> dict[str, object]:
+    options = {"num_warps": variant.config.warps, "enable_fp_fusion": True}
+    kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", capability, 32), options=options)
+    return {
+        "variant": asdict(variant),
+        "capability": capability,
+        "shared": kernel.metadata.shared,
+        "resources": resources(kernel.asm["cubin"]),
+        "tensor_cores": bool(re.search(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and local memory per thread, by cuobjdump; empty where there is none."""
+    if not CUOBJDUMP.is_file():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+if __name__ == "__main__":
+    builds = [(variant, capability) for capability, variants in BUILDS.items() for variant in variants]
+    json.dump([measure(variant, capability) for variant, capability in builds], sys.stdout)

@@ -6,30 +6,45 @@ so that a change in torch is answered here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "AUTOGRAD_KEEPS_SUBCLASSES",
     "RoutedDTensor",
     "SeatedShard",
+    "at_end_of_backward",
     "build_dtensor",
+    "coalescing",
     "contiguous_strides",
+    "get_parameter",
+    "group_timeout",
+    "in_backward",
     "local_tensor",
     "plain_dtensor",
+    "preserving_versions",
+    "put_parameter",
+    "run_post_accumulate_hooks",
     "shard_extent",
+    "tensors_with_grad",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
 ]
 
 # --- DTensor internals
@@ -115,7 +130,7 @@ class SeatedShard(Shard):
 
 # --- Operators of a DTensor subclass
 #
-# Since 2.13 torch hands an operator to the `__torch_dispatch__` of a subclass that overrides it, and DTensor's own
+# Since 2.12 torch hands an operator to the `__torch_dispatch__` of a subclass that overrides it, and DTensor's own
 # works when called. Before, its C++ path took every subclass for a DTensor and `__torch_dispatch__` was a stub that
 # raised. There the Python call is caught by `__torch_function__`, and the operators under it by a dispatch mode, which
 # goes before that path. What autograd's engine runs by itself escapes: a gradient that it accumulates would become a
@@ -170,3 +185,84 @@ class _RouteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(leaf, self.routed) for leaf in tree_leaves((args, kwargs))):
             return self.routed.route(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+# --- Collectives
+#
+# - `_coalescing_manager`: one NCCL group call for several collectives has no public spelling.
+# - a group's timeout can be given when it is made, but not read.
+
+
+def coalescing(group: ProcessGroup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Collectives launched inside go out as one call; the current stream is ordered after it on leaving."""
+    return torch.distributed._coalescing_manager(group=group, device=device, async_ops=False)
+
+
+def group_timeout(group: ProcessGroup, device_type: str) -> timedelta | None:
+    """The timeout that collectives of ``group`` have on this kind of device; None where the backend does not say."""
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+# --- Autograd
+#
+# - `_unsafe_preserve_version_counter`: a bucket is freed and filled again between forward and backward with the same
+#   values; autograd must not take that for a change of what it saved.
+# - the engine's callbacks and the id of the running graph task: FSDP2 finds the end of a backward the same way.
+
+
+def preserving_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """In-place writes inside do not count as changes of ``tensors``."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has computed every gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# --- Parameters of a module
+
+
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register without the walk through every hook and base class that `setattr` takes: this is the hot path."""
+    module._parameters[name] = parameter
+
+
+def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
+    """What `register_post_accumulate_grad_hook` registered; autograd runs it only where it accumulates by itself."""
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)
+
+
+def tensors_with_grad(tree: Any) -> list[Tensor]:
+    """Every tensor of a module's input or output that takes part in autograd; dataclasses and mappings included."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if tree.requires_grad:
+            found.append(tree)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, found)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for entry in dataclasses.fields(tree):
+            _collect(getattr(tree, entry.name), found)

@@ -222,7 +222,7 @@ class _Full(torch.autograd.Function):
 def _as_gradient(local: Tensor, shape: torch.Size, home: Home) -> OwnedTensor:
     if not AUTOGRAD_KEEPS_SUBCLASSES:
         raise ValueError(
-            f"a gradient through full_tensor() or to_local() of '{home.name}' needs torch 2.13 or later; in a forward "
+            f"a gradient through full_tensor() or to_local() of '{home.name}' needs torch 2.12 or later; in a forward "
             "of its module the parameter is a plain tensor and has no such limit"
         )
     return OwnedTensor.around(local, shape, home)

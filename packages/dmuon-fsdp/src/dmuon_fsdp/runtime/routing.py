@@ -120,6 +120,10 @@ def _delegate(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     Such operators treat index i of every list alike and nothing else, so result i has the home of entry i.
     """
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
+    for column in zip(*lists, strict=True) if len(lists) > 1 else ():
+        if any(isinstance(entry, Housed) for entry in column):
+            _common_home(func, column, {})
     result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
     if not isinstance(result, (list, tuple)) or not isinstance(args[0], (list, tuple)):
         return result

@@ -1,0 +1,1 @@
+"""Moves bytes between ranks: stateless functions that take everything they need."""

@@ -1,0 +1,44 @@
+"""Do the ranks mean the same? Compared once, before anything depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def agree_on(digest: str, lines: Sequence[str], group: ProcessGroup) -> None:
+    """Raise on all ranks alike unless every rank has the same plan.
+
+    Args:
+        digest: of ``lines``; compared first, the lines only where digests differ.
+        lines: one a parameter.
+
+    Raises:
+        ValueError: names the first line that differs, and the ranks.
+    """
+    digests = _gather(digest, group)
+    if len(set(digests)) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    tables: list[Sequence[str]] = _gather(list(lines), group)
+    odd = next(i for i, other in enumerate(digests) if other != digests[0])
+    row = next((i for i, pair in enumerate(zip(tables[0], tables[odd], strict=False)) if pair[0] != pair[1]), None)
+    if row is None:
+        row = min(len(tables[0]), len(tables[odd]))
+    raise ValueError(
+        f"the ranks disagree on what is dedicated: rank {ranks[0]} has {_row(tables[0], row)}, rank {ranks[odd]} has "
+        f"{_row(tables[odd], row)}; build the same model and give the same predicate on every rank"
+    )
+
+
+def _row(table: Sequence[str], row: int) -> str:
+    return repr(table[row]) if row < len(table) else "nothing more"
+
+
+def _gather(value: Any, group: ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,1 @@
+"""Orders a step: parameter groups, owners' batches, the rest by AdamW."""

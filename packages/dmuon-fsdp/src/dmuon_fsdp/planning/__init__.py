@@ -1,0 +1,1 @@
+"""Who owns what, in which order: pure Python on names and shapes, no process group."""

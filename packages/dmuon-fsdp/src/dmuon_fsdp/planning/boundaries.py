@@ -1,0 +1,78 @@
+"""Where hooks go: the modules that gather before their forward and reduce after their backward.
+
+By default a parameter's boundary is its innermost ancestor that is an element of a repeated container (``layers.N``,
+``h.N``, ``encoder.layer.N``), whatever the container's name; where there is none, the module that holds it. A repeated
+container is a ModuleList or a ModuleDict with numbers for keys, or a Sequential of equal classes, whose elements are
+themselves made of modules: a list of Linears is not one, so hooks never land on each Linear of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from dmuon_fsdp.planning.names import canonical, unwrap_data_parallel
+
+BoundaryPredicate = Callable[[nn.Module], bool]
+
+
+def is_repeated_container(module: nn.Module) -> bool:
+    """Whether the children of ``module`` are blocks of a stack."""
+    children = list(module.children())
+    if not children or not all(any(True for _ in child.children()) for child in children):
+        return False
+    if isinstance(module, nn.ModuleList):
+        return True
+    if isinstance(module, nn.ModuleDict):
+        return all(key.isdigit() for key in module)
+    return isinstance(module, nn.Sequential) and len(children) > 1 and len({type(child) for child in children}) == 1
+
+
+def find_boundaries(model: nn.Module, predicate: BoundaryPredicate | None) -> set[str]:
+    """Canonical names of the modules that may be a boundary by rule or by the user's predicate."""
+    found: set[str] = set()
+    for name, module in unwrap_data_parallel(model).named_modules(remove_duplicate=False):
+        if predicate is not None:
+            if predicate(module):
+                found.add(canonical(name))
+        elif is_repeated_container(module):
+            found.update(canonical(f"{name}.{child}".lstrip(".")) for child, _ in module.named_children())
+    return found
+
+
+def boundary_of(places: Iterable[str], boundaries: set[str], *, strict: bool) -> str | None:
+    """The boundary of a parameter that stands at ``places`` (names of parameters), or None.
+
+    A parameter that stands in several boundaries belongs to their nearest common ancestor.
+
+    Args:
+        strict: None where no boundary is an ancestor; else the parameter's own module then.
+    """
+    chosen = {_innermost(place, boundaries, strict=strict) for place in places}
+    if None in chosen:
+        return None
+    names = [name for name in chosen if name is not None]
+    return names[0] if len(names) == 1 else _common_ancestor(names)
+
+
+def _innermost(place: str, boundaries: set[str], *, strict: bool) -> str | None:
+    own = place.rpartition(".")[0]
+    module = own
+    while module:
+        if module in boundaries:
+            return module
+        module = module.rpartition(".")[0]
+    if "" in boundaries:
+        return ""
+    return None if strict else own
+
+
+def _common_ancestor(names: list[str]) -> str:
+    split = [name.split(".") for name in names]
+    common = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

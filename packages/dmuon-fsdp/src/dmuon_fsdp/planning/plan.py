@@ -1,0 +1,125 @@
+"""The plan: which rank owns which parameter, in which group, in which order. Names only; it holds no tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from dmuon_core.views import MatrixView
+from dmuon_fsdp.planning.options import PlanningOptions
+from dmuon_fsdp.planning.assign import Item, assign, loads
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a parameter lives: its coordinate in the shard mesh and in the replicate mesh."""
+
+    shard: int
+    replicate: int = 0
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter chosen by the predicate.
+
+    Attributes:
+        fqn: canonical name; of a shared parameter the first.
+        aliases: every other canonical name it has.
+        shape: global shape.
+        dtype: as it was at ``dedicate_params``.
+        boundary: canonical name of its hook boundary.
+        view: how it is read as matrices.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boundary: str
+    view: MatrixView = field(default_factory=MatrixView.matrix)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def item(self) -> Item:
+        return Item(self.fqn, self.shape, self.nbytes, self.boundary, self.view)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A finished plan: specs in the order of the model, and the owner of each."""
+
+    specs: tuple[ParamSpec, ...]
+    owners: Mapping[str, Owner]
+    ranks: int
+    options: PlanningOptions
+
+    @classmethod
+    def of(cls, specs: tuple[ParamSpec, ...], ranks: int, options: PlanningOptions) -> Assignment:
+        ranked = assign([spec.item for spec in specs], ranks, options)
+        return cls(specs, {name: Owner(rank) for name, rank in ranked.items()}, ranks, options)
+
+    def groups(self) -> dict[str, list[ParamSpec]]:
+        """Specs by boundary, both in the order of the model."""
+        groups: dict[str, list[ParamSpec]] = {}
+        for spec in self.specs:
+            groups.setdefault(spec.boundary, []).append(spec)
+        return groups
+
+    def lines(self) -> list[str]:
+        """One line a parameter, equal on ranks that agree."""
+        return [
+            f"{spec.fqn} {list(spec.shape)} {spec.dtype} boundary={spec.boundary!r} view={spec.view} "
+            f"owner={self.owners[spec.fqn].shard}"
+            for spec in self.specs
+        ]
+
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def loads(self) -> list[float]:
+        """What each rank has to do, in seconds or elements."""
+        by_rank = {name: owner.shard for name, owner in self.owners.items()}
+        return loads([spec.item for spec in self.specs], by_rank, self.ranks, self.options)
+
+
+class OwnershipPlan(Mapping[str, Owner]):
+    """What ``dedicate_params`` returns: owner by canonical name. Fixed when it is first looked at, or at the first
+    ``fully_shard`` or ``Muon``, whichever comes first."""
+
+    def __init__(self, bind: Callable[[], Assignment]) -> None:
+        self._bind = bind
+
+    def bind(self) -> OwnershipPlan:
+        """Choose the owners now, on all ranks alike. Done by itself at the first use."""
+        self._bind()
+        return self
+
+    def __getitem__(self, fqn: str) -> Owner:
+        return self._bind().owners[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bind().owners)
+
+    def __len__(self) -> int:
+        return len(self._bind().owners)
+
+    def describe(self) -> str:
+        """Groups, owners and the balance over ranks, as text."""
+        plan = self._bind()
+        rows = [f"{len(plan.specs)} dedicated parameters in {len(plan.groups())} groups on {plan.ranks} ranks"]
+        for boundary, specs in plan.groups().items():
+            rows.append(f"  {boundary or '(root)'}")
+            rows.extend(f"    {spec.fqn} {list(spec.shape)} → rank {plan.owners[spec.fqn].shard}" for spec in specs)
+        work = plan.loads()
+        mean = sum(work) / len(work)
+        rows.append(f"most loaded rank over the mean: {max(work) / mean:.3f}" if mean else "nothing to do")
+        return "\n".join(rows)
+
+    def __repr__(self) -> str:
+        return f"OwnershipPlan({dict(self)})"

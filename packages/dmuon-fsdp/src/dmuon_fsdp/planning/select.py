@@ -1,0 +1,105 @@
+"""From a model and a predicate to specs, with every refusal that can be made before a rank talks to another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dmuon_core.views import MatrixView
+from dmuon_fsdp.planning.boundaries import BoundaryPredicate, boundary_of, find_boundaries
+from dmuon_fsdp.planning.names import named_places
+from dmuon_fsdp.planning.plan import ParamSpec
+
+ParamPredicate = Callable[[str, nn.Parameter], bool]
+
+
+@dataclass
+class _Candidate:
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+
+
+def select_params(
+    model: nn.Module,
+    predicate: ParamPredicate,
+    *,
+    boundary_predicate: BoundaryPredicate | None,
+    boundary_strict: bool,
+) -> tuple[ParamSpec, ...]:
+    """The parameters that ``predicate`` chooses, in the order of the model, a shared one once.
+
+    Raises:
+        ValueError: a parameter that cannot be dedicated, or that has no boundary under a strict predicate; named.
+    """
+    candidates = _ask(model, predicate)
+    chosen = [candidate for candidate in candidates if any(candidate.chosen)]
+    if not chosen:
+        _warn_about_no_match(candidates)
+    for candidate in chosen:
+        _refuse(candidate.names[0], candidate.parameter)
+    boundaries = find_boundaries(model, boundary_predicate)
+    strict = boundary_predicate is not None and boundary_strict
+    return tuple(_spec(candidate, boundaries, strict=strict) for candidate in chosen)
+
+
+def _ask(model: nn.Module, predicate: ParamPredicate) -> list[_Candidate]:
+    by_id: dict[int, _Candidate] = {}
+    for name, _, _, parameter in named_places(model):
+        candidate = by_id.setdefault(id(parameter), _Candidate(parameter))
+        candidate.names.append(name)
+        candidate.chosen.append(bool(predicate(name, parameter)))
+    return list(by_id.values())
+
+
+def _spec(candidate: _Candidate, boundaries: set[str], *, strict: bool) -> ParamSpec:
+    first, *rest = candidate.names
+    boundary = boundary_of(candidate.names, boundaries, strict=strict)
+    if boundary is None:
+        path = first.split(".")[:-1]
+        above = [".".join(path[: i + 1]) for i in range(len(path))]
+        raise ValueError(
+            f"no hook boundary for {first!r}: hook_boundary_predicate holds for none of the modules on its path, "
+            f"{above}; make it hold for one of them, or pass hook_boundary_strict=False to take {'.'.join(path)!r}"
+        )
+    parameter = candidate.parameter
+    return ParamSpec(first, tuple(rest), tuple(parameter.shape), parameter.dtype, boundary, MatrixView.matrix())
+
+
+def _refuse(name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{name!r} is sharded already ({parameter.placements} on {parameter.device_mesh}): call "
+            f"dmuon.dedicate_params before fully_shard; tensor-parallel parameters cannot be dedicated yet"
+        )
+    if type(parameter.data) is not Tensor:
+        raise ValueError(
+            f"{name!r} is a {type(parameter.data).__name__}; a dedicated parameter must be a plain tensor: leave it "
+            f"out of the predicate"
+        )
+    if parameter.layout != torch.strided or not parameter.dtype.is_floating_point:
+        raise ValueError(
+            f"{name!r} is {parameter.dtype}, {parameter.layout}; a dedicated parameter must be dense and real floating "
+            f"point: leave it out of the predicate"
+        )
+    if parameter.ndim != 2:
+        raise ValueError(
+            f"{name!r} has shape {tuple(parameter.shape)}; Muon takes matrices, and only 2-D parameters can be "
+            f"dedicated: add `and param.ndim == 2` to the predicate"
+        )
+
+
+def _warn_about_no_match(candidates: list[_Candidate]) -> None:
+    matrices = [candidate.names[0] for candidate in candidates if candidate.parameter.ndim == 2]
+    shown = ", ".join(matrices[:20]) + (", …" if len(matrices) > 20 else "")
+    warnings.warn(
+        f"dmuon.dedicate_params: the predicate matches no parameter, so nothing is dedicated; the model's 2-D "
+        f"parameters are: {shown or 'none'}",
+        UserWarning,
+        stacklevel=4,
+    )

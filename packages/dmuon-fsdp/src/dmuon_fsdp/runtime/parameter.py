@@ -1,0 +1,118 @@
+"""One dedicated parameter: where it stands in the model, what it is at rest, and its view while it computes."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dmuon_core.views import MatrixView
+from dmuon_fsdp.compat import get_parameter, put_parameter
+from dmuon_fsdp.planning.plan import Owner, ParamSpec
+from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module and the attribute under which it holds the parameter."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(eq=False)
+class DedicatedParam:
+    """A parameter with an owner.
+
+    Attributes:
+        spec: what the plan knows of it.
+        owner: its coordinate.
+        places: where the model holds it; several for a shared one.
+        param: the Parameter at rest, an :class:`OwnedTensor`, whole on the owner.
+        unsharded: the Parameter that stands in the modules while they compute; None before the first use.
+    """
+
+    spec: ParamSpec
+    owner: Owner
+    places: tuple[Place, ...]
+    param: nn.Parameter
+    unsharded: nn.Parameter | None = None
+    _presence: tuple[weakref.ref[Tensor], Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def fqn(self) -> str:
+        return self.spec.fqn
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.param.dtype
+
+    @property
+    def route(self) -> str:
+        return "muon"
+
+    @property
+    def view(self) -> MatrixView:
+        return self.spec.view
+
+    @property
+    def owned(self) -> OwnedTensor:
+        return cast(OwnedTensor, self.param)
+
+    @property
+    def is_owner(self) -> bool:
+        return self.owned.is_owner
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter`` in the modules."""
+        for place in self.places:
+            put_parameter(place.module, place.attribute, parameter)
+
+    def shown(self) -> nn.Parameter:
+        return get_parameter(self.places[0].module, self.places[0].attribute)
+
+    def adopt_replacement(self) -> bool:
+        """Take over what ``load_state_dict(assign=True)``, ``to`` or ``to_empty`` put in our place; whether it did."""
+        found = self.shown()
+        if found is self.param or found is self.unsharded:
+            return False
+        if isinstance(found, OwnedTensor) and found.home == self.owned.home:
+            self.param = cast(nn.Parameter, found)
+        else:
+            adopted = self.owned.adopt(found)
+            self.param = nn.Parameter(adopted, requires_grad=found.requires_grad)
+        self.show(self.param)
+        return True
+
+    # --- gradient
+
+    def set_grad(self, local: Tensor, presence: Tensor | None) -> None:
+        """Add ``local`` (whole on the owner, no rows elsewhere) to ``.grad``.
+
+        Args:
+            presence: on the owner, 1 where some rank had a gradient and 0 where none had; stays on the device.
+        """
+        if self.param.grad is None:
+            self.param.grad = OwnedTensor.around(local, self.shape, self.owned.home)
+            self._presence = None if presence is None else (weakref.ref(self.param.grad), presence)
+            return
+        earlier = self.presence
+        cast(OwnedTensor, self.param.grad).local.add_(local)
+        if earlier is not None and presence is not None:
+            self._presence = (weakref.ref(self.param.grad), torch.maximum(earlier, presence))
+        else:
+            self._presence = None
+
+    @property
+    def presence(self) -> Tensor | None:
+        """1 or 0 on the device: whether any rank had a gradient. None where the user set ``.grad``: then it is there."""
+        if self._presence is None or self._presence[0]() is not self.param.grad:
+            return None
+        return self._presence[1]

@@ -2,6 +2,7 @@
 
 import logging
 
+from dmuon_core import testing
 from dmuon_core.coefficients import KELLER, POLAR_EXPRESS, YOU, CoefficientSet, as_coefficients
 from dmuon_core.newton_schulz import (
     NewtonSchulz,
@@ -37,6 +38,7 @@ __all__ = [
     "lr_scale",
     "muon_update_",
     "newton_schulz",
+    "testing",
 ]
 
 logging.getLogger("dmuon").addHandler(logging.NullHandler())

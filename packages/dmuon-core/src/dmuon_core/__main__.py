@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dmuon_core.report import get_backend_status, get_ns_backend
+from dmuon_core.syrk.ladder import KernelUnavailableError
 
 
 def main() -> None:
@@ -12,7 +13,10 @@ def main() -> None:
     parser.add_argument("command", choices=["status"])
     parser.add_argument("--device", help="such as cuda:1; default: the current CUDA device, else the CPU")
     arguments = parser.parse_args()
-    print(get_ns_backend())
+    try:
+        print(get_ns_backend())
+    except KernelUnavailableError as error:
+        parser.exit(1, f"{error}\n")
     for name, status in get_backend_status(arguments.device).items():
         print(f"  {name:<10} {status['reason'] or 'available'}  [{status['distribution']}]")
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """The triples of successive steps.
+    """The triples of successive steps; a sequence of them.
 
     Attributes:
         name: shown to users.
@@ -30,6 +31,22 @@ class CoefficientSet:
     name: str
     triples: tuple[Triple, ...]
     repeats: bool = False
+
+    def __len__(self) -> int:
+        return len(self.triples)
+
+    def __iter__(self) -> Iterator[Triple]:
+        return iter(self.triples)
+
+    def __getitem__(self, step: int) -> Triple:
+        return self.triples[step]
+
+    def plain(self) -> str | Triple | tuple[Triple, ...]:
+        """What :func:`as_coefficients` reads back, of types that every checkpoint can hold."""
+        for name, known in _BY_NAME.items():
+            if self == known:
+                return name
+        return self.triples[0] if self.repeats else self.triples
 
     def take(self, ns_steps: int) -> tuple[Triple, ...]:
         """The triples of the first ``ns_steps`` steps.
@@ -102,18 +119,19 @@ def as_coefficients(coefficients: CoefficientsLike) -> CoefficientSet:
     if isinstance(coefficients, CoefficientSet):
         return coefficients
     if isinstance(coefficients, str):
-        if coefficients not in _BY_NAME:
+        name = coefficients.lower().replace(" ", "_")
+        if name not in _BY_NAME:
             raise ValueError(
                 f"unknown ns_coefficients {coefficients!r}; known: {', '.join(_BY_NAME)}, or give triples (a, b, c)"
             )
-        return _BY_NAME[coefficients]
+        return _BY_NAME[name]
     return _custom(coefficients)
 
 
 def _custom(coefficients: Sequence[float] | Sequence[Sequence[float]]) -> CoefficientSet:
     try:
         values: list[Any] = list(coefficients)
-        single = len(values) == 3 and all(isinstance(value, (int, float)) for value in values)
+        single = len(values) == 3 and all(isinstance(value, numbers.Real) for value in values)
         triples = tuple(_triple(row) for row in ([values] if single else values))
     except (TypeError, ValueError):
         triples, single = (), False

@@ -16,6 +16,7 @@ Sources: Keller Jordan, "Muon" (2024) for the iteration; Dao-AILab, "Gram Newton
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from dmuon_core.coefficients import CoefficientsLike, Triple, as_coefficients
 from dmuon_core.normalize import normalize
-from dmuon_core.restarts import check_restarts, derive_restarts
+from dmuon_core.restarts import as_restarts, check_restarts, derive_restarts
 from dmuon_core.syrk.builtin import full_precision_reduction
 from dmuon_core.syrk.contract import SyrkFn
 from dmuon_core.syrk.ladder import KernelChoice
@@ -55,7 +56,8 @@ class NewtonSchulz:
         backend: ``"gram"`` or ``"direct"``.
         kernel: SYRK backend; ``"auto"`` takes the best on the device, a name never falls back.
         coefficients: see :func:`dmuon_core.as_coefficients`; None is Polar Express.
-        restart_iterations: steps after which the Gram form restarts; None derives them from the coefficients.
+        restart_iterations: steps after which the Gram form restarts; None derives them from the coefficients. The
+            direct form has no restarts.
         dtype: what X, R and Q are stored in; products accumulate in fp32 (fp64 in fp64). bfloat16 has three bits less
             than float16 and errs up to ten times more: an option, not the default.
         deterministic: the same bits over runs, batches and layouts. On a CPU always so.
@@ -83,7 +85,7 @@ class NewtonSchulz:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         self.backend: Backend = backend
         self.coefficients = as_coefficients(coefficients)
-        self.restart_iterations = None if restart_iterations is None else tuple(restart_iterations)
+        self.restart_iterations = as_restarts(restart_iterations)
         self.dtype = dtype
         self.deterministic = deterministic
         self.ns_steps = ns_steps
@@ -255,7 +257,10 @@ def _wide_segment_polynomial(r_BMM: Tensor, segment: Sequence[Triple]) -> Tensor
 
 def _plus_identity(z_BMM: Tensor, a: float) -> Tensor:
     q_BMM = z_BMM.clone()
-    q_BMM.diagonal(dim1=-2, dim2=-1).add_(a)
+    diagonal_BM = q_BMM.diagonal(dim1=-2, dim2=-1)
+    # A half-precision add_ may round the scalar first (torch does on a CPU): one error in all of Q, and none in W·R.
+    wide_BM = diagonal_BM.float() if z_BMM.dtype in _HALVES else diagonal_BM
+    diagonal_BM.copy_(wide_BM + a)
     return q_BMM
 
 
@@ -272,7 +277,7 @@ def _product(q_BMM: Tensor, x_BMN: Tensor, c_BMN: Tensor | None = None, beta: fl
     if x_BMN.device.type == "cpu" and x_BMN.dtype in _HALVES:
         wide = _product(q_BMM.float(), x_BMN.float(), None if c_BMN is None else c_BMN.float(), beta)
         return wide.to(x_BMN.dtype)
-    with full_precision_reduction():
+    with full_precision_reduction() if x_BMN.device.type == "cuda" else contextlib.nullcontext():
         if c_BMN is None:
             return torch.bmm(q_BMM, x_BMN)
         return torch.baddbmm(c_BMN, q_BMM, x_BMN, beta=beta)

@@ -48,12 +48,19 @@ def get_ns_backend(optimizer: HasNewtonSchulz | NewtonSchulz | None = None) -> s
         raise TypeError(f"get_ns_backend takes a Muon or a NewtonSchulz, got {type(optimizer).__name__}")
     ns = optimizer if isinstance(optimizer, NewtonSchulz) else optimizer.newton_schulz
     form = ns.backend.capitalize()
-    device = ns.kernel.last_device or default_device()
     if not ns.kernel.launches:
+        device = _home(optimizer)
         return _line(form, ns.kernel.expected(device), device)
     counts = ns.kernel.launches.most_common()
-    ran = next(loaded.spec for loaded in ns.kernel.ladder(device) if loaded.spec.name == counts[0][0])
-    return f"{_line(form, ran, device)} · launches: {', '.join(f'{name} {count}' for name, count in counts)}"
+    spec, device = ns.kernel.ran[counts[0][0]]
+    return f"{_line(form, spec, device)} · launches: {', '.join(f'{name} {count}' for name, count in counts)}"
+
+
+def _home(optimizer: object) -> torch.device:
+    """Where an optimizer's matrices are; for anything else the default device."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    devices = (p.device for group in groups for p in group["params"] if p.ndim >= 2)
+    return next(devices, default_device())
 
 
 def _line(form: str, spec: SyrkSpec, device: torch.device) -> str:

@@ -93,6 +93,23 @@ def _refuse_uncarriable(triples: tuple[Triple, ...], step: int) -> None:
         )
 
 
+def as_restarts(restart_iterations: Iterable[int] | None) -> tuple[int, ...] | None:
+    """The user's positions as a tuple, None where there are none.
+
+    Raises:
+        ValueError: not a sequence of integers.
+    """
+    if restart_iterations is None:
+        return None
+    if isinstance(restart_iterations, Iterable):
+        positions = tuple(restart_iterations)
+        if all(isinstance(position, int) for position in positions):
+            return positions
+    raise ValueError(
+        f"restart_iterations must be None or the steps to restart after, such as (2,), got {restart_iterations!r}"
+    )
+
+
 def check_restarts(restart_iterations: Iterable[int], ns_steps: int) -> tuple[int, ...]:
     """The user's own restart positions, sorted.
 

@@ -46,20 +46,42 @@ def lr_scale(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     return _LR_SCALES[name](rows, columns)
 
 
-def momentum_(buffer: Tensor, grad: Tensor, *, momentum: float, nesterov: bool) -> Tensor:
-    """Update ``buffer`` in place; return the direction to orthogonalize, in its dtype (may alias it)."""
+def momentum_(
+    buffer: Tensor, grad: Tensor, *, momentum: float, nesterov: bool, presence: Tensor | None = None
+) -> Tensor:
+    """Update ``buffer`` in place; return the direction to orthogonalize, in its dtype (may alias it).
+
+    Args:
+        presence: 0-dim, 0 leaves the buffer as it is; None is 1.
+    """
     grad = grad.to(buffer.dtype)
-    buffer.lerp_(grad, 1 - momentum)
+    if presence is None:
+        buffer.lerp_(grad, 1 - momentum)
+    else:
+        buffer.lerp_(grad, (presence * (1 - momentum)).to(buffer.dtype))
     return grad.lerp(buffer, momentum) if nesterov else buffer
 
 
-def apply_(weight: Tensor, update: Tensor, *, lr: LearningRate, weight_decay: float, scale: float) -> None:
-    """W ← W·(1 − lr·weight_decay) − lr·scale·update, in place. A tensor ``lr`` stays on its device."""
-    weight.mul_(1 - lr * weight_decay)
-    if isinstance(lr, Tensor):
-        weight.sub_(update.to(weight.dtype).mul_(lr * scale))
+def apply_(
+    weight: Tensor,
+    update: Tensor,
+    *,
+    lr: LearningRate,
+    weight_decay: float,
+    scale: float,
+    presence: Tensor | None = None,
+) -> None:
+    """W ← W·(1 − lr·weight_decay) − lr·scale·update, in place. A tensor ``lr`` stays on its device.
+
+    Args:
+        presence: 0-dim, 0 leaves the weight as it is; None is 1.
+    """
+    rate = lr if presence is None else lr * presence
+    weight.mul_(1 - rate * weight_decay)
+    if isinstance(rate, Tensor):
+        weight.sub_(update.to(weight.dtype) * (rate * scale))
     else:
-        weight.add_(update, alpha=-lr * scale)
+        weight.add_(update, alpha=-rate * scale)
 
 
 @torch.no_grad()
@@ -77,6 +99,7 @@ def muon_update_(
     ns_coefficients: CoefficientsLike = None,
     adjust_lr_fn: str | None = None,
     views: Sequence[MatrixView | str | None] | None = None,
+    presence: Sequence[Tensor | None] | None = None,
 ) -> None:
     """One Muon step on whole matrices, in place. Matrices of equal shape, up to transposition, go as one batch.
 
@@ -90,30 +113,28 @@ def muon_update_(
         ns_steps, ns_coefficients: None takes those of ``newton_schulz``.
         adjust_lr_fn: see :func:`lr_scale`; rows and columns are those of the matrix in the view.
         views: one for each weight; None reads every weight as one matrix.
+        presence: for each weight None, or a 0-dim tensor on its device that is 0 where no rank had a gradient: then
+            momentum and weight stay bitwise as they are, without the host knowing.
 
     Raises:
         ValueError: lists of different length, shapes that differ, or a weight that its view cannot read.
     """
     ns = newton_schulz if newton_schulz is not None else NewtonSchulz()
     parsed = [MatrixView.parse(view) for view in (views if views is not None else [None] * len(weights))]
+    present = presence if presence is not None else [None] * len(weights)
     _check_lists(weights, grads, buffers, parsed)
     directions = [
-        momentum_(buffer, grad, momentum=momentum, nesterov=nesterov)
-        for buffer, grad in zip(buffers, grads, strict=True)
+        momentum_(buffer, grad, momentum=momentum, nesterov=nesterov, presence=p)
+        for buffer, grad, p in zip(buffers, grads, present, strict=True)
     ]
     updates = orthogonalize_all(directions, parsed, ns, ns.schedule(ns_steps, ns_coefficients))
-    for weight, blocks, view in zip(weights, updates, parsed, strict=True):
+    for weight, blocks, view, p in zip(weights, updates, parsed, present, strict=True):
         scales = [lr_scale(adjust_lr_fn, block.shape[-2], block.shape[-1]) for block in blocks]
         if len(set(scales)) > 1:
             blocks = [block.float() * scale for block, scale in zip(blocks, scales, strict=True)]
             scales = [1.0]
-        apply_(
-            weight,
-            view.from_matrices(blocks, weight.shape),
-            lr=lr,
-            weight_decay=weight_decay,
-            scale=scales[0],
-        )
+        update = view.from_matrices(blocks, weight.shape)
+        apply_(weight, update, lr=lr, weight_decay=weight_decay, scale=scales[0], presence=p)
 
 
 def _check_lists(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Kind = Literal["matrix", "batched", "flattened", "split", "heads"]
 
-_TEXT = re.compile(r"(?P<kind>[a-z]+)(\((?P<sizes>[\d, ]+)\))?")
+_TEXT = re.compile(r"(?P<kind>[a-z]+)(\((?P<sizes>\d+( *, *\d+)*)\))?")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MatrixView:
         """The view that a text such as ``"split(64, 32, 32)"`` names; a view comes back, None is ``matrix``."""
         if view is None or isinstance(view, MatrixView):
             return view or cls()
-        found = _TEXT.fullmatch(view.strip())
+        found = _TEXT.fullmatch(view.strip()) if isinstance(view, str) else None
         kinds: dict[str, Callable[..., MatrixView]] = {
             "matrix": cls.matrix,
             "batched": cls.batched,

@@ -1,4 +1,4 @@
-"""Everything a user calls. This package defines nothing: the parts live in dmuon_core and dmuon_fsdp."""
+"""DMuon: Muon under FSDP2 at the cost of AdamW. Three lines: ``dedicate_params``, ``fully_shard``, ``Muon``."""
 
 from dmuon_core import (
     KELLER,
@@ -13,17 +13,46 @@ from dmuon_core import (
     newton_schulz,
 )
 from dmuon_fsdp import __version__
+from dmuon_fsdp.api import (
+    dedicate_params,
+    dedicated_params,
+    ignored_params,
+    init_weights,
+    install_patch,
+    no_sync,
+    owned_params,
+    reset,
+    uninstall_patch,
+)
+from dmuon_fsdp.optim.muon import Muon
+from dmuon_fsdp.planning.options import PlanningOptions
+from dmuon_fsdp.planning.plan import Owner, OwnershipPlan
+from dmuon_fsdp.runtime.parameter import DedicatedParam
 
 __all__ = [
     "KELLER",
     "POLAR_EXPRESS",
     "YOU",
+    "DedicatedParam",
     "MatrixView",
+    "Muon",
     "NewtonSchulz",
+    "Owner",
+    "OwnershipPlan",
+    "PlanningOptions",
     "__version__",
+    "dedicate_params",
+    "dedicated_params",
     "direct_newton_schulz",
     "get_backend_status",
     "get_ns_backend",
     "gram_newton_schulz",
+    "ignored_params",
+    "init_weights",
+    "install_patch",
     "newton_schulz",
+    "no_sync",
+    "owned_params",
+    "reset",
+    "uninstall_patch",
 ]

@@ -1,9 +1,12 @@
-"""The ownership runtime: each dedicated matrix has one owner rank, the rest stays with FSDP2.
+"""The ownership runtime under FSDP2: one owner per matrix.
 
-Its rooms: planning decides, comm moves, runtime remembers, optim orders, checkpoint maps names to owners and shards.
-No room imports one above it. This version reserves the package; the runtime comes with the next one.
+Rooms: ``planning`` decides, ``runtime`` remembers, ``comm`` moves, ``optim`` orders; ``dmuon_core`` computes. Users
+call what ``dmuon`` re-exports.
 """
+
+from dmuon_fsdp.planning.assign import plan_owners
+from dmuon_fsdp.planning.options import PlanningOptions
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["PlanningOptions", "plan_owners"]

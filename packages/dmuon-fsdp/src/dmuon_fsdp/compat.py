@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,26 +29,32 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "AUTOGRAD_KEEPS_SUBCLASSES",
+    "Cover",
     "RoutedDTensor",
+    "SeamHandler",
     "SeatedShard",
     "at_end_of_backward",
     "build_dtensor",
     "coalescing",
     "contiguous_strides",
+    "fsdp_controls",
     "get_parameter",
     "group_timeout",
     "in_backward",
+    "install_seam",
     "local_tensor",
     "plain_dtensor",
     "preserving_versions",
     "put_parameter",
     "run_post_accumulate_hooks",
+    "seam_complaint",
     "shard_extent",
     "tensors_with_grad",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "uninstall_seam",
 ]
 
 # --- DTensor internals
@@ -195,7 +205,9 @@ class _RouteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def coalescing(group: ProcessGroup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Collectives launched inside go out as one call; the current stream is ordered after it on leaving."""
-    return torch.distributed._coalescing_manager(group=group, device=device, async_ops=False)
+    return torch.distributed._coalescing_manager(  # type: ignore[attr-defined, no-any-return]
+        group=group, device=device, async_ops=False
+    )
 
 
 def group_timeout(group: ProcessGroup, device_type: str) -> timedelta | None:
@@ -213,7 +225,7 @@ def group_timeout(group: ProcessGroup, device_type: str) -> timedelta | None:
 
 def preserving_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """In-place writes inside do not count as changes of ``tensors``."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined, no-any-return]
 
 
 def in_backward() -> bool:
@@ -266,3 +278,242 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for entry in dataclasses.fields(tree):
             _collect(getattr(tree, entry.name), found)
+
+
+# --- The FSDP2 seam
+#
+# `fully_shard` has no way to be told, from outside and for all callers, which parameters it must leave alone, nor any
+# to accept a container without a forward. Four functions are replaced, looked up where torch looks them up, so it does
+# not matter when a caller imported `fully_shard`:
+#
+# - `_get_managed_states` (parameters to shard): ours are added to `ignored_params`.
+# - `_validate_module`: a container that holds dedicated parameters may pass.
+# - `_init_param_group`: its arguments are the only place where mesh and policies of a call stand together.
+# - `FSDPState._root_post_backward_final_callback`: the end of a backward, which torch.distributed.pipelining calls too.
+#
+# FSDPModule's setters loop over FSDP2's own parameter groups, of which a fully dedicated module has none; each is
+# wrapped so that it reaches the dedicated groups as well.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cover:
+    """What a call of ``fully_shard`` decided for the modules it was given.
+
+    Attributes:
+        mesh: its mesh.
+        mp_policy: its mixed precision policy.
+        offload_policy: its offload policy.
+        reshard_after_forward: whether weights are freed after forward.
+        automatic: the user left that to FSDP2, which keeps the root's weights.
+    """
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    reshard_after_forward: bool
+    automatic: bool
+
+
+class SeamHandler(Protocol):
+    """What the seam asks of the runtime."""
+
+    def dedicated_among(self, modules: Sequence[nn.Module]) -> set[nn.Parameter]: ...
+
+    def accepts_container(self, module: nn.Module) -> bool: ...
+
+    def covered(self, modules: Sequence[nn.Module], cover: Cover) -> None: ...
+
+    def backward_ended(self, module: nn.Module) -> None: ...
+
+    def control(self, module: nn.Module, name: str, arguments: dict[str, Any]) -> None: ...
+
+
+_originals: dict[tuple[Any, str], Any] = {}
+_seam_lock = threading.Lock()
+
+
+def install_seam(handler: SeamHandler) -> None:
+    """Replace the functions above, once; raises where this torch's do not look as expected."""
+    with _seam_lock:
+        if _originals:
+            return
+        _require_fitting_torch()
+        from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        _replace(_fsdp_init, "_get_managed_states", _ignoring(handler))
+        _replace(_fully_shard, "_validate_module", _accepting(handler))
+        _replace(_fully_shard, "_init_param_group", _noting(handler))
+        _replace(FSDPState, "_root_post_backward_final_callback", _announcing(handler))
+        for name in fsdp_controls():
+            _replace(FSDPModule, name, _controlling(handler, name))
+
+
+def uninstall_seam() -> None:
+    """Put the very functions back."""
+    with _seam_lock:
+        for (place, name), original in _originals.items():
+            setattr(place, name, original)
+        _originals.clear()
+
+
+def fsdp_controls() -> list[str]:
+    """Public methods of FSDPModule on this torch."""
+    return sorted(name for name, value in vars(FSDPModule).items() if callable(value) and not name.startswith("_"))
+
+
+def _replace(place: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = vars(place)[name]
+    _originals[place, name] = original
+    setattr(place, name, functools.wraps(original)(wrap(original)))
+
+
+def _ignoring(handler: SeamHandler) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def get_managed_states(modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None) -> Any:
+            ours = handler.dedicated_among(modules)
+            return original(modules, (ignored_params or set()) | ours if ours else ignored_params)
+
+        return get_managed_states
+
+    return wrap
+
+
+def _accepting(handler: SeamHandler) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def validate_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(module, nn.Module) and handler.accepts_container(module):
+                return None
+            return original(module, *args, **kwargs)
+
+        return validate_module
+
+    return wrap
+
+
+def _noting(handler: SeamHandler) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def init_param_group(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            cover = Cover(
+                mesh=given["mesh_info"].mesh,
+                mp_policy=given["mp_policy"],
+                offload_policy=given["offload_policy"],
+                reshard_after_forward=given["post_forward_mesh_info"] is not None,
+                automatic=bool(given["state"]._auto_reshard_after_forward),
+            )
+            handler.covered(given["modules"], cover)
+            return original(*args, **kwargs)
+
+        return init_param_group
+
+    return wrap
+
+
+def _announcing(handler: SeamHandler) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def root_post_backward_final_callback(state: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(state, *args, **kwargs)
+            handler.backward_ended(state._modules[0])
+            return result
+
+        return root_post_backward_final_callback
+
+    return wrap
+
+
+def _controlling(handler: SeamHandler, name: str) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def control(module: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(module, *args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(list(bound.arguments.items())[1:])
+            handler.control(module, name, arguments)
+            return original(module, *args, **kwargs)
+
+        return control
+
+    return wrap
+
+
+_TESTED = "2.11 to 2.14"
+_EXPECTED_PARAMETERS = {
+    "_get_managed_states": {"modules", "ignored_params"},
+    "_validate_module": {"module"},
+    "_init_param_group": {
+        "state",
+        "modules",
+        "mesh_info",
+        "post_forward_mesh_info",
+        "mp_policy",
+        "offload_policy",
+    },
+}
+
+
+def seam_complaint() -> str | None:
+    """Why this torch's FSDP2 cannot take the seam, None where it can. Probed by structure, not by version."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        places = {
+            "_get_managed_states": _fsdp_init,
+            "_validate_module": _fully_shard,
+            "_init_param_group": _fully_shard,
+        }
+        for name, place in places.items():
+            missing = _EXPECTED_PARAMETERS[name] - set(inspect.signature(vars(place)[name]).parameters)
+            if missing:
+                return f"{name} has no parameter {', '.join(sorted(missing))}"
+        if "_root_post_backward_final_callback" not in vars(FSDPState):
+            return "FSDPState has no _root_post_backward_final_callback"
+    except (ImportError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _require_fitting_torch() -> None:
+    complaint = seam_complaint()
+    if complaint is not None:
+        raise RuntimeError(
+            f"the FSDP2 of torch {torch.__version__} is not the one this version of dmuon knows ({complaint}; tested: "
+            f"{_TESTED}). Go without the patch: dmuon.dedicate_params(..., patch=False), then "
+            f"fully_shard(module, ignored_params=dmuon.ignored_params(model))"
+        )
+
+
+# --- FSDP2's own state
+#
+# - `set_requires_gradient_sync` sets but nothing reads: restoring what was there needs the parameter groups.
+# - `reset_iter_state` leaves gradients on the unsharded parameters, which the next backward would add to.
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def gradient_sync_of(module: FSDPModule) -> list[tuple[bool, bool]]:
+    """(reduce, all-reduce) of the module's own parameter groups."""
+    return [(group.reduce_grads, group.all_reduce_grads) for group in _param_groups(module)]
+
+
+def set_gradient_sync_of(module: FSDPModule, values: Sequence[tuple[bool, bool]]) -> None:
+    for group, (reduce, all_reduce) in zip(_param_groups(module), values, strict=True):
+        group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+
+
+def drop_unsharded_gradients(module: FSDPModule) -> None:
+    """Forget what autograd left on FSDP2's unsharded parameters and what it accumulated there."""
+    for group in _param_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None

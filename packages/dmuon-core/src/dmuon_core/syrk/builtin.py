@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dmuon_core.syrk.contract import API, Scalar, SyrkFn, SyrkSpec, check_operands
+from dmuon_core.syrk.contract import API, Scalar, SyrkFn, SyrkSpec, check_operands, check_scalars
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -25,6 +26,7 @@ def torch_syrk(
 ) -> Tensor:
     """The reference: the product in fp32 (fp64 for fp64), one rounding, the lower triangle mirrored."""
     check_operands(a, b, c, beta, out)
+    check_scalars(a, alpha, beta)
     wide = torch.float32 if a.dtype in _HALVES else a.dtype
     x = a.to(wide)
     y = x if b is None else b.to(wide)
@@ -44,6 +46,7 @@ def cublas_syrk(
 ) -> Tensor:
     """One cuBLAS product over both triangles, then the lower one mirrored. ``sms`` is not supported and ignored."""
     check_operands(a, b, c, beta, out)
+    check_scalars(a, alpha, beta)
     with full_precision_reduction():
         product = _cublas_product(a, a if b is None else b, c, alpha, beta)
     return _store(product, a.dtype, out)
@@ -92,16 +95,51 @@ def mirror_lower(d: Tensor) -> Tensor:
     return torch.tril(d) + torch.tril(d, -1).mT
 
 
-@contextlib.contextmanager
-def full_precision_reduction() -> Iterator[None]:
-    """cuBLAS may split K and add partial sums in half precision, by torch's default. Not here; restored afterwards."""
+class _CublasFlags:
+    """torch's process-wide flags for half-precision sums: the first thread in switches them off, the last out restores."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before: dict[str, object] = {}
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._before = _read_cublas_flags()
+                _write_cublas_flags({name: _switched_off(value) for name, value in self._before.items()})
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    _write_cublas_flags(self._before)
+
+
+def _read_cublas_flags() -> dict[str, object]:
     matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = before
+    flags: dict[str, object] = {"allow_fp16_accumulation": matmul.allow_fp16_accumulation}
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        # Newer versions of torch keep a second flag in the same setting; a single bool would reset it.
+        split_k = getattr(matmul, f"{name}_split_k", None)
+        flags[name] = getattr(matmul, name) if split_k is None else (getattr(matmul, name), split_k)
+    return flags
+
+
+def _switched_off(flag: object) -> object:
+    return (False, *flag[1:]) if isinstance(flag, tuple) else False
+
+
+def _write_cublas_flags(flags: dict[str, object]) -> None:
+    for name, value in flags.items():
+        setattr(torch.backends.cuda.matmul, name, value)
+
+
+full_precision_reduction = _CublasFlags().off
+"""cuBLAS may add partial sums in half precision, by torch's default. Not inside of this context."""
 
 
 def _probe_cublas(device: torch.device) -> str | None:

@@ -75,10 +75,15 @@ class SyrkSpec:
     rejects: Callable[[Tensor, Tensor | None, Tensor | None], str | None] = accept_all
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def check_operands(a: Tensor, b: Tensor | None, c: Tensor | None, beta: Scalar, out: Tensor | None) -> None:
     """Raise ValueError, naming the operand, where the contract does not hold."""
     if a.ndim < 2:
         raise ValueError(f"syrk: a must be [*, M, K], got shape {tuple(a.shape)}")
+    if a.dtype not in _DTYPES:
+        raise ValueError(f"syrk: a must be one of {', '.join(map(str, _DTYPES))}, got {a.dtype}")
     batch, m = a.shape[:-2], a.shape[-2]
     square = (*batch, m, m)
     if b is not None:
@@ -91,6 +96,22 @@ def check_operands(a: Tensor, b: Tensor | None, c: Tensor | None, beta: Scalar, 
     if out is not None:
         _check_like(out, a, "out", square)
         _check_overlap(a, b, c, out)
+
+
+def check_scalars(a: Tensor, alpha: Scalar, beta: Scalar) -> None:
+    """Raise ValueError where a tensor ``alpha`` or ``beta`` is not fp32 on a's device, 0-d or one per batch item."""
+    for name, scalar in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(scalar, Tensor):
+            continue
+        if scalar.dtype != torch.float32 or scalar.device != a.device:
+            raise ValueError(
+                f"syrk: {name} must be a float or a float32 tensor on {a.device}, got {scalar.dtype} on {scalar.device}"
+            )
+        if scalar.ndim and scalar.shape != a.shape[:-2]:
+            raise ValueError(
+                f"syrk: {name} must be 0-d or have one value per batch item, {list(a.shape[:-2])}, "
+                f"got {list(scalar.shape)}"
+            )
 
 
 def _check_like(x: Tensor, a: Tensor, name: str, shape: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dmuon_core.env import NS_KERNEL, read_settings
 from dmuon_core.notices import warn_once
+from dmuon_core.syrk.builtin import TORCH, torch_syrk
 from dmuon_core.syrk.contract import Scalar, SyrkFn, SyrkSpec
 from dmuon_core.syrk.discovery import Found, describe_error, discover
 
@@ -121,13 +122,13 @@ class KernelChoice:
 
     Attributes:
         name: what the user chose, ``"auto"`` or a backend.
-        launches: how often each backend ran so far.
-        last_device: where it ran last.
+        launches: how often each backend ran so far, in this process and by this object.
+        ran: what ran under each name, and where it did last.
     """
 
     name: str
     launches: Counter[str] = field(default_factory=Counter)
-    last_device: torch.device | None = None
+    ran: dict[str, tuple[SyrkSpec, torch.device]] = field(default_factory=dict)
     _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -149,6 +150,8 @@ class KernelChoice:
             KernelUnavailableError: the named backend cannot run there.
         """
         if device not in self._ladders:
+            if not _computes(device):
+                return (Loaded(TORCH, torch_syrk),)
             self._ladders[device] = _climb(device) if self.name == "auto" else (_named(self.name, device),)
         return self._ladders[device]
 
@@ -168,23 +171,32 @@ class KernelChoice:
         for spec, fn in self.ladder(a.device):
             refusal = spec.rejects(a, b, c)
             if refusal is None:
+                self.ran[spec.name] = spec, a.device
                 self.launches[spec.name] += 1
-                self.last_device = a.device
                 return fn(a, b, c, alpha=alpha, beta=beta, out=out, sms=sms)
             refusals.append(f"{spec.name}: {refusal}")
         raise unavailable(self.name, a.device, "it does not take these operands: " + "; ".join(refusals))
 
     def __getstate__(self) -> dict[str, object]:
-        # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder anew.
-        return {"name": self.name, "launches": Counter(self.launches), "last_device": None, "_ladders": {}}
+        # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.
+        return {"name": self.name, "launches": Counter(), "ran": {}, "_ladders": {}}
 
     def expected(self, device: torch.device) -> SyrkSpec:
         """The backend at the top of the ladder on ``device``."""
         return self.ladder(device)[0].spec
 
 
+def _computes(device: torch.device) -> bool:
+    """Whether tensors there have values now, so that a kernel can be checked and run: not on meta, not faked."""
+    return device.type != "meta" and type(torch.empty(0)) is Tensor
+
+
 def _climb(device: torch.device) -> tuple[Loaded, ...]:
-    """Every backend that probes, loads and computes right on ``device``."""
+    """Every backend that probes, loads and computes right on ``device``; at least one.
+
+    Raises:
+        KernelUnavailableError: there is none.
+    """
     loaded = []
     for rung in survey(device):
         # Under Triton's interpreter its kernel accepts CPU tensors too; nobody wants that unasked.
@@ -193,6 +205,8 @@ def _climb(device: torch.device) -> tuple[Loaded, ...]:
         outcome = load_checked(rung.spec, device)
         if not isinstance(outcome, str):
             loaded.append(Loaded(rung.spec, outcome))
+    if not loaded:
+        raise unavailable("auto", device, "no backend passes its check")
     if loaded[0].spec.name == _FALLBACK and torch.cuda.get_device_capability(device) >= (8, 0):
         warn_once(
             f"dmuon: Newton-Schulz runs on cuBLAS on {device}, which does twice the work of a symmetric kernel; "

@@ -400,6 +400,14 @@ def _mismatches() -> list[SyrkErrorCase]:
         SyrkErrorCase(
             "c of another dtype", lambda f, d: f(_zeros(d, 8, 8), None, _zeros(d, 8, 8, dtype=single), beta=1.0)
         ),
+        SyrkErrorCase("a of integers", lambda f, d: f(_zeros(d, 8, 8, dtype=torch.int32))),
+        SyrkErrorCase("alpha in half precision", lambda f, d: f(_zeros(d, 8, 8), alpha=_zeros(d))),
+        SyrkErrorCase("alpha per row", lambda f, d: f(_zeros(d, 8, 8), alpha=_zeros(d, 8, dtype=single))),
+        SyrkErrorCase("alpha for fewer", lambda f, d: f(_zeros(d, 2, 8, 8), alpha=_zeros(d, 1, dtype=single))),
+        SyrkErrorCase(
+            "beta of the shape of c",
+            lambda f, d: f(_zeros(d, 8, 8), None, _zeros(d, 8, 8), beta=_zeros(d, 8, 8, dtype=single)),
+        ),
         SyrkErrorCase("beta without c", lambda f, d: f(_zeros(d, 8, 8), beta=1.0)),
         SyrkErrorCase("out of another shape", lambda f, d: f(_zeros(d, 8, 16), out=_zeros(d, 8, 16))),
         SyrkErrorCase("out of another dtype", lambda f, d: f(_zeros(d, 8, 8), out=_zeros(d, 8, 8, dtype=single))),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dmuon_core.views import MatrixView
-from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.assign import Item, assign, loads
+from dmuon_fsdp.planning.options import PlanningOptions
 
 
 @dataclass(frozen=True)
@@ -89,29 +89,30 @@ class Assignment:
 
 
 class OwnershipPlan(Mapping[str, Owner]):
-    """What ``dedicate_params`` returns: owner by canonical name. Fixed when it is first looked at, or at the first
-    ``fully_shard`` or ``Muon``, whichever comes first."""
+    """What ``dedicate_params`` returns: owner by canonical name. Planned when it is first looked at; put to work at the
+    first ``fully_shard`` or ``Muon``, or by :meth:`bind`."""
 
-    def __init__(self, bind: Callable[[], Assignment]) -> None:
+    def __init__(self, assignment: Callable[[], Assignment], bind: Callable[[], None]) -> None:
+        self._assignment = assignment
         self._bind = bind
 
     def bind(self) -> OwnershipPlan:
-        """Choose the owners now, on all ranks alike. Done by itself at the first use."""
+        """Put the plan to work now, on all ranks alike: compare it over ranks, give every parameter to its owner."""
         self._bind()
         return self
 
     def __getitem__(self, fqn: str) -> Owner:
-        return self._bind().owners[fqn]
+        return self._assignment().owners[fqn]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._bind().owners)
+        return iter(self._assignment().owners)
 
     def __len__(self) -> int:
-        return len(self._bind().owners)
+        return len(self._assignment().owners)
 
     def describe(self) -> str:
         """Groups, owners and the balance over ranks, as text."""
-        plan = self._bind()
+        plan = self._assignment()
         rows = [f"{len(plan.specs)} dedicated parameters in {len(plan.groups())} groups on {plan.ranks} ranks"]
         for boundary, specs in plan.groups().items():
             rows.append(f"  {boundary or '(root)'}")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dmuon_core.views import MatrixView
 from dmuon_fsdp.planning.boundaries import BoundaryPredicate, boundary_of, find_boundaries
@@ -72,14 +71,17 @@ def _spec(candidate: _Candidate, boundaries: set[str], *, strict: bool) -> Param
 
 
 def _refuse(name: str, parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):
+    kind = type(parameter.data)
+    if kind.__name__ == "OwnedTensor":
+        raise ValueError(f"{name!r} is dedicated already: one call of dmuon.dedicate_params per parameter")
+    if kind.__name__ == "DTensor":
         raise ValueError(
-            f"{name!r} is sharded already ({parameter.placements} on {parameter.device_mesh}): call "
-            f"dmuon.dedicate_params before fully_shard; tensor-parallel parameters cannot be dedicated yet"
+            f"{name!r} is sharded already: call dmuon.dedicate_params before fully_shard; tensor-parallel parameters "
+            f"cannot be dedicated yet"
         )
-    if type(parameter.data) is not Tensor:
+    if kind is not Tensor:
         raise ValueError(
-            f"{name!r} is a {type(parameter.data).__name__}; a dedicated parameter must be a plain tensor: leave it "
+            f"{name!r} is a {kind.__name__}; a dedicated parameter must be a plain tensor: leave it "
             f"out of the predicate"
         )
     if parameter.layout != torch.strided or not parameter.dtype.is_floating_point:

@@ -7,6 +7,7 @@ rather than replaced, so the Parameters that view it live as long as the group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +107,7 @@ class Buckets:
     def to_broadcast(self) -> list[tuple[int, Tensor]]:
         return [(layout.owner, flat) for layout, flat in zip(self.layouts, self.flat, strict=True)]
 
-    def unversioned(self):  # type: ignore[no-untyped-def]
+    def unversioned(self) -> AbstractContextManager[None]:
         """Writes inside do not look like changes to autograd, which saved these views in forward."""
         return preserving_versions([*self.flat, *(view for view in self._views if view is not None)])
 

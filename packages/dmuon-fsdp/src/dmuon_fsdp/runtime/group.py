@@ -175,8 +175,8 @@ class Group:
         if len(dtypes) > 1 and self.policy.param_dtype is None:
             rows = ", ".join(f"{member.fqn} {member.dtype}" for member in self.members)
             raise ValueError(
-                f"the parameters of {self.name!r} have different dtypes and no compute dtype: {rows}; give fully_shard or "
-                f"dedicate_params an mp_policy with param_dtype, or make them equal"
+                f"the parameters of {self.name!r} have different dtypes and no compute dtype: {rows}; give fully_shard "
+                f"or dedicate_params an mp_policy with param_dtype, or make them equal"
             )
 
     # --- gradients

@@ -14,10 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dmuon_fsdp.compat import at_end_of_backward, in_backward, tensors_with_grad, tree_flatten, tree_unflatten
-from dmuon_fsdp.runtime.group import Group, GroupState
+from dmuon_fsdp.runtime.group import Group, GroupState, modules_of
 from dmuon_fsdp.runtime.traffic import Traffic
+
+
+class NotCleanError(RuntimeError):
+    """An exception stopped a forward or a backward, and the next step was begun without a reset."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the last forward or backward did not end: an exception stopped it, and gradients and buffers are half "
+            "done; call dmuon.reset(model) on all ranks, then go on with the next step"
+        )
 
 
 class Pass:
@@ -54,19 +65,21 @@ class Conductor:
         self.group = group
         self.container = container
         self.state = state
+        self.index = len(state.conductors)
+        self.forward_prefetch: tuple[Conductor, ...] | None = None
+        self.backward_prefetch: tuple[Conductor, ...] | None = None
         self.open_passes = 0
         self.backward_passes = 0
         self._modules = tuple(modules)
         self._to_run: set[nn.Module] = set()
+        self._running: set[nn.Module] = set()
         self._pass: Pass | None = None
-        self._handles: list[Any] = []
         for module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(self.pre_forward, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self.post_forward))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+            module.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+        for module in modules_of(group):
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
 
     # --- forward
 
@@ -75,8 +88,10 @@ class Conductor:
         if self._recomputing:
             self._make_ready()
             return args, kwargs
-        if not self._to_run:
+        if module not in self._to_run or self._running:
+            self.complete_forward()
             self._begin_pass()
+        self._running.add(module)
         self._make_ready()
         self.state.prefetch_forward(self)
         if self._pass is None:
@@ -88,6 +103,7 @@ class Conductor:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._recomputing:
             return output
+        self._running.discard(module)
         self._to_run.discard(module)
         if self._pass is not None:
             for tensor in tensors_with_grad(output):
@@ -102,6 +118,8 @@ class Conductor:
         return self.backward_passes > 0 and in_backward()
 
     def _begin_pass(self) -> None:
+        if self._running:
+            raise NotCleanError
         self.state.check_clean()
         self._to_run = set(self._modules)
         self._pass = None
@@ -115,20 +133,29 @@ class Conductor:
             self.rest()
         self._pass = None
 
-    def abandon_forward(self) -> None:
-        """Forget a forward that did not end."""
-        self._to_run.clear()
-        self._pass = None
-
     @property
-    def forwarding(self) -> bool:
-        return bool(self._to_run)
+    def interrupted(self) -> bool:
+        """A forward of this group was begun and not ended, or a backward."""
+        return bool(self._running) or self.backward_passes > 0
 
     def complete_forward(self) -> None:
-        """The model's forward is over although some of the container's children did not run."""
-        if self._to_run:
+        """End a forward in which some of a container's children did not run."""
+        if self._to_run and not self._running:
             self._to_run.clear()
             self._end_pass()
+
+    def forget(self) -> None:
+        """Drop every pass, begun or ended."""
+        self._to_run.clear()
+        self._running.clear()
+        self._pass = None
+        self.open_passes = 0
+        self.backward_passes = 0
+
+    def _before_state_dict(self, *_: Any, **__: Any) -> None:
+        # A state dict holds the Parameters at rest, not views of a bucket.
+        if not self._running:
+            self.rest()
 
     # --- backward
 
@@ -143,7 +170,7 @@ class Conductor:
         self.state.expect_end_of_backward()
         if self.group.unshard_in_backward:
             self._make_ready()
-        self.state.prefetch_backward(current.position)
+        self.state.prefetch_backward(current)
 
     def post_backward(self, current: Pass) -> None:
         current.open_calls -= 1
@@ -165,32 +192,29 @@ class Conductor:
         """Reduce what the backward left over, and go to rest."""
         if self.open_passes or self.group.has_gradients():
             self.group.finish_gradients()
-        self.forget_passes()
-        if self.group.reshard_after_backward or self.group.state is GroupState.GATHERING:
-            self.rest()
-
-    def forget_passes(self) -> None:
         self.open_passes = 0
         self.backward_passes = 0
+        if self.group.reshard_after_backward or self.group.state is GroupState.GATHERING:
+            self.rest()
 
     # --- weights
 
     def _make_ready(self) -> None:
         self.group.make_ready()
-        if self.container is not None:
-            self.state.unshard_container(self.container)
+        if isinstance(self.container, FSDPModule):
+            self.container.unshard()
 
     def rest(self) -> None:
         self.group.rest()
-        if self.container is not None:
-            self.state.reshard_container(self.container)
+        if isinstance(self.container, FSDPModule):
+            self.container.reshard()
 
 
 class ModelState:
     """The groups of one model in the plan's order."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self) -> None:
+        self.traffics: list[Traffic] = []
         self.conductors: list[Conductor] = []
         self._order: list[Conductor] = []
         self._sweep_due = False
@@ -201,7 +225,19 @@ class ModelState:
 
     def attach_root(self, model: nn.Module) -> None:
         """The model's own output is the outermost: its gradient announces a backward before any group's does."""
+        model.register_forward_pre_hook(self._pre_root_forward)
         model.register_forward_hook(self._post_root_forward)
+
+    @property
+    def groups(self) -> list[Group]:
+        return [conductor.group for conductor in self.conductors]
+
+    @torch.compiler.disable
+    def _pre_root_forward(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self.check_clean()
+            if any(conductor.interrupted for conductor in self.conductors):
+                raise NotCleanError
 
     @torch.compiler.disable
     def _post_root_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -222,6 +258,11 @@ class ModelState:
             if conductor.group.state is GroupState.GATHERING:
                 conductor.rest()
 
+    def rest(self) -> None:
+        """Every group at rest: after a step whatever is resident is out of date."""
+        for conductor in self.conductors:
+            conductor.rest()
+
     # --- order
 
     def note_forward(self, conductor: Conductor) -> int:
@@ -230,14 +271,19 @@ class ModelState:
 
     def prefetch_forward(self, conductor: Conductor) -> None:
         """Start the next group of the plan, so that its broadcast runs under this one's compute."""
-        index = self.conductors.index(conductor) + 1
-        if index < len(self.conductors):
-            self._prefetch(self.conductors[index])
+        if conductor.forward_prefetch is not None:
+            for target in conductor.forward_prefetch:
+                target.group.gather()
+        elif conductor.index + 1 < len(self.conductors):
+            self._prefetch(self.conductors[conductor.index + 1])
 
-    def prefetch_backward(self, position: int) -> None:
+    def prefetch_backward(self, current: Pass) -> None:
         """Start the group whose forward came before, which is the next in backward."""
-        if 0 < position < len(self._order):
-            self._prefetch(self._order[position - 1])
+        if current.group.backward_prefetch is not None:
+            for target in current.group.backward_prefetch:
+                target.group.gather()
+        elif 0 < current.position < len(self._order):
+            self._prefetch(self._order[current.position - 1])
 
     def _prefetch(self, conductor: Conductor) -> None:
         earlier = self._prefetched
@@ -257,49 +303,29 @@ class ModelState:
         """Every gradient is reduced and visible on the current stream, every group at rest."""
         for conductor in self.conductors:
             conductor.sweep()
-        self.traffic.settle_reduce()
-        self._order.clear()
-        self._prefetched = None
-        self._sweep_due = False
+        self._settle()
 
     # --- failure
 
     def check_clean(self) -> None:
-        """Raise where an exception left a forward or a backward half done."""
-        if in_backward():
-            return
-        broken = [c for c in self.conductors if c.backward_passes]
-        if self._sweep_due or broken:
-            raise RuntimeError(
-                "the last backward did not end: an exception stopped it, and gradients and buffers are half done; call "
-                "dmuon.reset(model) on all ranks, then go on with the next step"
-            )
+        """Raise where an exception left a backward half done."""
+        if not in_backward() and (self._sweep_due or any(c.backward_passes for c in self.conductors)):
+            raise NotCleanError
 
     def reset(self) -> None:
         """A clean state after an exception on all ranks: unreduced gradients dropped, every group at rest."""
         for conductor in self.conductors:
-            conductor.abandon_forward()
-            conductor.forget_passes()
+            conductor.forget()
             conductor.group.drop_gradients()
             conductor.rest()
-        self.traffic.settle_reduce()
+        self._settle()
+
+    def _settle(self) -> None:
+        for traffic in self.traffics:
+            traffic.settle_reduce()
         self._order.clear()
         self._prefetched = None
         self._sweep_due = False
-
-    # --- containers without a forward
-
-    def unshard_container(self, container: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(container, FSDPModule):
-            container.unshard()
-
-    def reshard_container(self, container: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(container, FSDPModule):
-            container.reshard()
 
 
 class _PreBackward:

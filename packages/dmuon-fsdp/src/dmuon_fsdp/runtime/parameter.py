@@ -112,7 +112,7 @@ class DedicatedParam:
 
     @property
     def presence(self) -> Tensor | None:
-        """1 or 0 on the device: whether any rank had a gradient. None where the user set ``.grad``: then it is there."""
+        """1 or 0 on the device: whether any rank had a gradient; None where the user set ``.grad``."""
         if self._presence is None or self._presence[0]() is not self.param.grad:
             return None
         return self._presence[1]

@@ -1,0 +1,208 @@
+"""The door: what users call on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from dmuon_fsdp.compat import (
+    drop_unsharded_gradients,
+    gradient_sync_of,
+    install_seam,
+    set_gradient_sync_of,
+    uninstall_seam,
+)
+from dmuon_fsdp.planning.options import PlanningOptions
+from dmuon_fsdp.planning.plan import OwnershipPlan
+from dmuon_fsdp.planning.select import ParamPredicate, select_params
+from dmuon_fsdp.runtime import registry
+from dmuon_fsdp.runtime.binding import Dedication, Registration
+from dmuon_fsdp.runtime.materialize import initialize
+from dmuon_fsdp.runtime.parameter import DedicatedParam
+
+ProcessGroupPolicy = Literal["isolated", "shared"]
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    predicate: ParamPredicate,
+    *,
+    replicate_mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+    hook_boundary_strict: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    process_group_policy: ProcessGroupPolicy = "isolated",
+    planning: PlanningOptions | None = None,
+    patch: bool = True,
+) -> OwnershipPlan:
+    """Give every matrix that ``predicate`` chooses to one owner rank. Call it before ``fully_shard``.
+
+    It records the choice; owners are assigned and parameters handed over at the first ``fully_shard`` of a part of the
+    model or at ``dmuon.Muon(model)``, whichever comes first. Values on the owner are the model.
+
+    Args:
+        model: unsharded, on any device or meta.
+        mesh: the 1-D mesh that ``fully_shard`` gets, over the ranks that share the model.
+        predicate: ``predicate(name, param)``; names are those of the unwrapped model.
+        replicate_mesh: for HSDP; not supported yet.
+        reshard_after_forward: free other ranks' weights after forward; None does as the covering ``fully_shard``.
+        hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None takes the elements of repeated
+            containers.
+        hook_boundary_strict: raise where a predicate of yours gives a parameter no boundary.
+        mp_policy: compute and reduce dtypes; None does as the covering ``fully_shard``.
+        process_group_policy: ``"isolated"`` makes a process group of our own, ``"shared"`` uses the mesh's.
+        planning: how owners are chosen.
+        patch: install the seam into ``fully_shard``. False: give it ``ignored_params=dmuon.ignored_params(model)``.
+
+    Returns:
+        The plan: a mapping from names to owners, computed when it is first looked at.
+
+    Raises:
+        ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated or is already, no hook boundary.
+        RuntimeError: the seam does not fit this torch.
+    """
+    _check_mesh(mesh, replicate_mesh)
+    if process_group_policy not in get_args(ProcessGroupPolicy):
+        raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
+    specs = select_params(
+        model, predicate, boundary_predicate=hook_boundary_predicate, boundary_strict=hook_boundary_strict
+    )
+    known = registry.find(model)
+    _refuse_twice(known, [spec.fqn for spec in specs])
+    if patch:
+        install_patch()
+    registration = registry.register(model)
+    dedication = Dedication(
+        specs, mesh, planning or PlanningOptions(), process_group_policy, mp_policy, reshard_after_forward
+    )
+    if specs:
+        registration.dedications.append(dedication)
+    return OwnershipPlan(dedication.assignment, registration.bind)
+
+
+def _check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
+    if replicate_mesh is not None:
+        raise NotImplementedError(
+            "replicate_mesh (HSDP) is not supported by this version of dmuon; give one 1-D mesh to dedicate_params and "
+            "the same one to fully_shard"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh must be a 1-D DeviceMesh, got {type(mesh).__name__}; make one with "
+            f'torch.distributed.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))'
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        raise ValueError(
+            f"mesh must be 1-D, got {mesh.ndim} dimensions {tuple(mesh.shape)}"
+            f"{f' named {names}' if names else ''}; give the sharding dimension alone, such as "
+            f"mesh[{_last_name(mesh)!r}]"
+        )
+
+
+def _last_name(mesh: DeviceMesh) -> str:
+    return mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "shard"
+
+
+def _refuse_twice(known: Registration | None, names: list[str]) -> None:
+    if known is None:
+        return
+    earlier = {name for spec in known.specs for name in (spec.fqn, *spec.aliases)}
+    twice = [name for name in names if name in earlier]
+    if twice:
+        raise ValueError(
+            f"dedicated already: {', '.join(map(repr, twice))}; let the predicates of the two dedicate_params calls "
+            f"choose different parameters"
+        )
+
+
+def install_patch() -> None:
+    """Teach ``fully_shard`` to leave dedicated parameters alone, however it was imported. Idempotent.
+
+    Raises:
+        RuntimeError: this torch's FSDP2 does not fit.
+    """
+    install_seam(registry.FsdpHandler())
+
+
+def uninstall_patch() -> None:
+    """Put torch's own functions back."""
+    uninstall_seam()
+
+
+def registration_of(model: nn.Module) -> Registration:
+    """The bound registration of ``model``; ValueError where nothing was dedicated."""
+    registration = registry.find(model)
+    if registration is None:
+        raise ValueError(
+            f"this {type(model).__name__} has no dedicated parameters: call dmuon.dedicate_params(model, mesh, "
+            f"predicate) first, then fully_shard, then dmuon.Muon"
+        )
+    registration.bind()
+    return registration
+
+
+def dedicated_params(model: nn.Module) -> list[DedicatedParam]:
+    """Every dedicated parameter of ``model``, in its order."""
+    return list(registration_of(model).params.values())
+
+
+def owned_params(model: nn.Module) -> list[DedicatedParam]:
+    """Those that this rank owns."""
+    return [member for member in dedicated_params(model) if member.is_owner]
+
+
+def ignored_params(model: nn.Module) -> set[nn.Parameter]:
+    """The set for ``fully_shard(ignored_params=...)`` where ``dedicate_params`` was called with ``patch=False``."""
+    return {member.param for member in dedicated_params(model)}
+
+
+def reset(model: nn.Module) -> None:
+    """A clean state after an exception in forward or backward, on all ranks: what was not reduced is dropped.
+
+    FSDP2's own state is reset too, with the gradients that it had not reduced.
+    """
+    registration = registration_of(model)
+    registration.state.reset()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            drop_unsharded_gradients(module)
+    root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    if root is not None and hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communication inside, dedicated and FSDP2's alike. Nests; restores on exception."""
+    groups = registration_of(model).state.groups
+    before = [group.reduce_grads for group in groups]
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    theirs = [gradient_sync_of(module) for module in sharded]
+    try:
+        for group in groups:
+            group.reduce_grads = False
+        for module in sharded:
+            set_gradient_sync_of(module, [(False, False)] * len(gradient_sync_of(module)))
+        yield
+    finally:
+        for group, value in zip(groups, before, strict=True):
+            group.reduce_grads = value
+        for module, values in zip(sharded, theirs, strict=True):
+            set_gradient_sync_of(module, values)
+
+
+def init_weights(model: nn.Module, fn: Callable[[nn.Module], None] | None = None) -> None:
+    """Initialise a model, from meta or anew, boundary by boundary: all ranks draw the same, the owner keeps the result.
+
+    Args:
+        fn: ``fn(module)`` initialises the module's own parameters and buffers; None calls ``reset_parameters``.
+    """
+    initialize(registration_of(model), fn)

@@ -1,0 +1,118 @@
+"""Parameter groups: which parameter goes where, the same on every rank."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dmuon_fsdp.planning.names import named_places
+from dmuon_fsdp.runtime.binding import Registration
+
+_MUON_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+_ADAMW_KEYS = ("lr", "weight_decay", "betas", "eps")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of the model as the optimizer sees it.
+
+    Attributes:
+        names: canonical names, more than one where it is shared.
+        parameter: at rest.
+        dedicated: whether it has an owner.
+    """
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    dedicated: bool
+
+
+def entries_of(registrations: Sequence[Registration]) -> list[Entry]:
+    """Every parameter once, in the order of the models."""
+    found: dict[int, tuple[list[str], nn.Parameter, bool]] = {}
+    for registration in registrations:
+        dedicated = {id(member.param) for member in registration.params.values()}
+        for name, _, _, parameter in named_places(registration.model):
+            names, _, _ = found.setdefault(id(parameter), ([], parameter, id(parameter) in dedicated))
+            names.append(name)
+    return [Entry(tuple(names), parameter, dedicated) for names, parameter, dedicated in found.values()]
+
+
+def unsynchronized(entries: Sequence[Entry]) -> list[Entry]:
+    """Trainable parameters whose gradients nobody averages over the ranks."""
+    return [
+        e for e in entries if not e.dedicated and not isinstance(e.parameter, DTensor) and e.parameter.requires_grad
+    ]
+
+
+def build_groups(
+    entries: Sequence[Entry], wanted: Sequence[Mapping[str, Any]] | None, muon: dict[str, Any], adamw: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """torch's ``param_groups``: ``muon`` and ``adamw``, or ``<group>/muon`` and ``<group>/adamw`` for each wanted one.
+
+    Args:
+        wanted: dicts with ``params`` (Parameters, or names in which ``*`` matches anything), ``group_name`` and
+            options; ``muon_*`` and ``adamw_*`` forms win over plain ones. The first match wins; the rest go to the
+            defaults.
+
+    Raises:
+        ValueError: a pattern or Parameter that matches nothing; named.
+    """
+    rest = list(entries)
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(wanted or ()):
+        name = str(group.get("group_name", f"group{index}"))
+        taken = _take(rest, group.get("params", ()), name)
+        groups += _split(taken, f"{name}/", _options(group, muon, "muon_"), _options(group, adamw, "adamw_"))
+    return groups + _split(rest, "", muon, adamw)
+
+
+def _take(rest: list[Entry], selectors: Any, group_name: str) -> list[Entry]:
+    chosen = [selectors] if isinstance(selectors, (str, nn.Parameter)) else list(selectors)
+    taken: list[Entry] = []
+    for selector in chosen:
+        matching = [entry for entry in rest if _matches(entry, selector)]
+        if not matching and not any(_matches(entry, selector) for entry in taken):
+            what = selector if isinstance(selector, str) else f"a Parameter of shape {tuple(selector.shape)}"
+            raise ValueError(
+                f"param_groups: {what!r} of group {group_name!r} matches no parameter of the model that an earlier "
+                f"group did not take; names are those of the unwrapped model, * matches anything"
+            )
+        taken += matching
+        rest[:] = [entry for entry in rest if entry not in matching]
+    return taken
+
+
+def _matches(entry: Entry, selector: Any) -> bool:
+    if isinstance(selector, str):
+        return any(fnmatch.fnmatchcase(name, selector) for name in entry.names)
+    return entry.parameter is selector
+
+
+def _options(group: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    keys = _MUON_KEYS if prefix == "muon_" else _ADAMW_KEYS
+    options = dict(defaults)
+    for key, value in group.items():
+        if key in ("params", "group_name") or key.startswith(("muon_", "adamw_")):
+            continue
+        if key in keys or key not in (*_MUON_KEYS, *_ADAMW_KEYS):
+            options[key] = value
+    options.update({key[len(prefix) :]: value for key, value in group.items() if key.startswith(prefix)})
+    return options
+
+
+def _split(
+    entries: Sequence[Entry], prefix: str, muon: Mapping[str, Any], adamw: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    groups = []
+    for algorithm, options, dedicated in (("muon", muon, True), ("adamw", adamw, False)):
+        members = [(entry.names[0], entry.parameter) for entry in entries if entry.dedicated is dedicated]
+        if members:
+            named = {"params": members, "group_name": f"{prefix}{algorithm}", "algorithm": algorithm}
+            groups.append({**options, **named})
+    return groups

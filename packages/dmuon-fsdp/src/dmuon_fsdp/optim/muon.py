@@ -1,0 +1,245 @@
+"""Muon under FSDP2: owners orthogonalize whole matrices, everything else is AdamW on FSDP2's shards.
+
+A step on one mesh makes no collective: gradients are on their owners when backward ends, and the next forward's
+broadcast carries the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer
+
+from dmuon_core import NewtonSchulz, lr_scale, muon_update_
+from dmuon_core.newton_schulz import Backend
+from dmuon_core.update import LearningRate
+from dmuon_fsdp.optim.groups import Entry, build_groups, entries_of, unsynchronized
+from dmuon_fsdp.runtime import registry
+from dmuon_fsdp.runtime.binding import Registration
+from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
+from dmuon_fsdp.runtime.parameter import DedicatedParam
+
+
+class Muon(Optimizer):
+    """Muon for a model whose matrices ``dmuon.dedicate_params`` gave to owners.
+
+    With ``adjust_lr_fn="match_rms_adamw"``, the default, take the learning rate you would give AdamW.
+
+    Args:
+        model: the model, or a list of models (pipeline stages), after ``fully_shard``.
+        lr: Muon's learning rate, number or one-element tensor.
+        momentum, weight_decay, nesterov, ns_steps: Muon's.
+        ns_backend: ``"gram"``, ``"direct"``, or a :class:`NewtonSchulz`, which carries kernel, coefficients and dtype.
+        adjust_lr_fn: see :func:`dmuon_core.lr_scale`.
+        momentum_dtype: of the momentum buffers.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: AdamW's, for every parameter without an owner.
+        param_groups: see :func:`dmuon_fsdp.optim.groups.build_groups`.
+        replicate_async: HSDP's; without effect on one mesh.
+        unsynchronized: what to do with trainable parameters that are neither dedicated nor FSDP2's: None refuses them,
+            ``"average"`` averages their gradients in the step.
+
+    Raises:
+        ValueError: nothing was dedicated, an option out of range, a parameter that nobody synchronizes (named).
+        RuntimeError: a named kernel that cannot run here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        lr: LearningRate = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_backend: Backend | NewtonSchulz = "gram",
+        *,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        momentum_dtype: torch.dtype = torch.float32,
+        adamw_lr: LearningRate = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.01,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        replicate_async: bool = True,
+        unsynchronized: Literal["average"] | None = None,
+    ) -> None:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else NewtonSchulz(ns_backend)
+        self.newton_schulz.schedule(ns_steps)
+        self.momentum_dtype = momentum_dtype
+        self._registrations = [_bound(each) for each in models]
+        entries = entries_of(self._registrations)
+        self._averaged = _check_synchronized(entries, unsynchronized, self._registrations)
+        muon = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        adamw_options = {
+            "lr": adamw_lr,
+            "weight_decay": adamw_weight_decay,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+        }
+        groups = build_groups(entries, param_groups, muon, adamw_options)
+        for group in groups:
+            _check_options(group)
+        super().__init__(groups, {**adamw_options, **muon, "algorithm": "muon"})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on every parameter that has a gradient.
+
+        Raises:
+            RuntimeError: gradients accumulated under ``no_sync`` were never reduced.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_unreduced()
+        members = {member.param: member for each in self._registrations for member in each.params.values()}
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                self._muon_step([members[p] for p in group["params"] if p.grad is not None], group)
+            else:
+                self._adamw_step([p for p in group["params"] if p.grad is not None], group)
+        for registration in self._registrations:
+            registration.state.rest()
+        return loss
+
+    def _refuse_unreduced(self) -> None:
+        for registration in self._registrations:
+            waiting = [group.name for group in registration.state.groups if group.keeps_gradients]
+            if waiting:
+                raise RuntimeError(
+                    f"step() with gradients of {waiting[0]!r} that were accumulated under no_sync (or "
+                    f"set_requires_gradient_sync(False)) and not reduced: run the step's last backward outside of it"
+                )
+
+    def _muon_step(self, members: Sequence[DedicatedParam], group: dict[str, Any]) -> None:
+        buffers = [self._momentum_buffer(member.param) for member in members]
+        owned = [(member, buffer) for member, buffer in zip(members, buffers, strict=True) if member.is_owner]
+        if not owned:
+            return
+        muon_update_(
+            [member.owned.local for member, _ in owned],
+            [cast(OwnedTensor, member.param.grad).local for member, _ in owned],
+            [buffer.local for _, buffer in owned],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            newton_schulz=self.newton_schulz,
+            ns_steps=group["ns_steps"],
+            adjust_lr_fn=group["adjust_lr_fn"],
+            views=[member.view for member, _ in owned],
+            presence=[member.presence for member, _ in owned],
+        )
+
+    def _momentum_buffer(self, parameter: nn.Parameter) -> OwnedTensor:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.momentum_dtype)
+        return cast(OwnedTensor, state["momentum_buffer"])
+
+    def _adamw_step(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if parameter in self._averaged:
+                dist.all_reduce(
+                    cast(Tensor, parameter.grad), group=self._registrations[0].state.traffics[0].process_group
+                )
+                cast(Tensor, parameter.grad).div_(self._registrations[0].state.traffics[0].world_size)
+        for batch in _by_device(parameters):
+            self._adamw_batch(batch, group)
+
+    def _adamw_batch(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        fused = _local(parameters[0]).device.type == "cuda"
+        for parameter in parameters:
+            if not self.state[parameter]:
+                step_device = _local(parameter).device if fused else torch.device("cpu")
+                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        # Elementwise: the shards alone give what the whole would, without a DTensor's cost per operator.
+        adamw(
+            [_local(p) for p in parameters],
+            [_local(cast(Tensor, p.grad)) for p in parameters],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=fused or None,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    batches: dict[torch.device, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        batches.setdefault(_local(parameter).device, []).append(parameter)
+    return list(batches.values())
+
+
+def _bound(model: nn.Module) -> Registration:
+    registration = registry.find(model)
+    if registration is None:
+        raise ValueError(
+            f"dmuon.Muon: this {type(model).__name__} has no dedicated parameters: call dmuon.dedicate_params(model, "
+            f"mesh, predicate) before fully_shard, and dmuon.Muon(model) last; it takes the model, not its parameters"
+        )
+    registration.bind()
+    return registration
+
+
+def _check_synchronized(
+    entries: Sequence[Entry], policy: str | None, registrations: Sequence[Registration]
+) -> set[nn.Parameter]:
+    """Parameters whose gradients the step must average."""
+    if policy not in (None, "average"):
+        raise ValueError(f"unsynchronized must be None or 'average', got {policy!r}")
+    ranks = max((traffic.world_size for each in registrations for traffic in each.state.traffics), default=1)
+    loose = unsynchronized(entries) if ranks > 1 else []
+    if loose and policy is None:
+        names = ", ".join(repr(entry.names[0]) for entry in loose[:10])
+        raise ValueError(
+            f"nobody averages the gradients of {names} over the {ranks} ranks: neither dedicated nor under fully_shard. "
+            f"Call fully_shard on the module that holds them, or pass unsynchronized='average' to dmuon.Muon"
+        )
+    return {entry.parameter for entry in loose}
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    where = f"group {group['group_name']!r}"
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{where}: lr as a tensor must have one element, got shape {tuple(lr.shape)}")
+    for key in ("lr", "weight_decay", "momentum", "eps"):
+        value = group.get(key, 0.0)
+        if not isinstance(value, Tensor) and not value >= 0:
+            raise ValueError(f"{where}: {key} must be >= 0, got {value!r}")
+    if group["algorithm"] == "muon":
+        lr_scale(group["adjust_lr_fn"], 1, 1)
+    elif not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"{where}: betas must be in [0, 1), got {group['betas']!r}")

@@ -1,0 +1,227 @@
+"""From a recorded choice to a model at work: plan, agree over ranks, give parameters to owners, attach hooks.
+
+Binding is late: ``dedicate_params`` records; the first ``fully_shard`` of a part of the model, or ``dmuon.Muon``,
+binds, so that whatever wraps the model in between (checkpoint wrappers, compile, ``to``) has its say first. Names, not tensors,
+identify parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from dmuon_fsdp.comm.agree import agree_on
+from dmuon_fsdp.comm.groups import make_group
+from dmuon_fsdp.compat import Cover
+from dmuon_fsdp.planning.names import canonical, named_places, unwrap_data_parallel
+from dmuon_fsdp.planning.options import PlanningOptions
+from dmuon_fsdp.planning.plan import Assignment, ParamSpec
+from dmuon_fsdp.runtime.group import Group, Policy
+from dmuon_fsdp.runtime.model_state import ModelState
+from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
+from dmuon_fsdp.runtime.parameter import DedicatedParam, Place
+from dmuon_fsdp.runtime.traffic import Traffic
+
+
+@dataclass
+class Dedication:
+    """One call of ``dedicate_params``.
+
+    Attributes:
+        specs: the chosen parameters.
+        mesh: the shard mesh.
+        options: how owners are chosen.
+        process_group_policy: "isolated" or "shared".
+        mp_policy: the user's own; None inherits.
+        reshard_after_forward: the user's own; None inherits.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    mesh: DeviceMesh
+    options: PlanningOptions
+    process_group_policy: str
+    mp_policy: MixedPrecisionPolicy | None
+    reshard_after_forward: bool | None
+    bound: bool = False
+    _assignment: Assignment | None = field(default=None, repr=False)
+
+    def assignment(self) -> Assignment:
+        """The plan, made at the first call; no communication."""
+        if self._assignment is None:
+            self._assignment = Assignment.of(self.specs, self.mesh.size(), self.options)
+        return self._assignment
+
+
+class Registration:
+    """What DMuon knows of one model, from the first ``dedicate_params`` on. Held by the model, holds it weakly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.dedications: list[Dedication] = []
+        self.params: dict[str, DedicatedParam] = {}
+        self.state = ModelState()
+        self.covers: weakref.WeakKeyDictionary[nn.Module, Cover] = weakref.WeakKeyDictionary()
+        self._covering: dict[str, tuple[nn.Module, Cover] | None] = {}
+        self._modules: dict[str, nn.Module] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Registration:
+        raise ValueError(
+            "a model with dedicated parameters cannot be copied with copy.deepcopy; copy it before "
+            "dmuon.dedicate_params, or build a second one and load the first one's state dict"
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "the model holds this object"
+        return model
+
+    @property
+    def specs(self) -> Iterator[ParamSpec]:
+        return (spec for dedication in self.dedications for spec in dedication.specs)
+
+    def bind(self) -> None:
+        """Put every recorded choice to work; nothing to do where that is done. On all ranks alike."""
+        for dedication in self.dedications:
+            if not dedication.bound:
+                self._bind(dedication)
+                dedication.bound = True
+
+    def _bind(self, dedication: Dedication) -> None:
+        plan = dedication.assignment()
+        process_group = make_group(dedication.mesh, dedication.process_group_policy)
+        agree_on(plan.digest(), plan.lines(), process_group)
+        traffic = Traffic(process_group, process_group.rank(), process_group.size(), device_of(dedication.mesh))
+        if not self.state.traffics:
+            self.state.attach_root(self.model)
+        self.state.traffics.append(traffic)
+        self._give_to_owners(dedication, plan, traffic.device)
+        for boundary, specs in plan.groups().items():
+            self._attach(boundary, [self.params[spec.fqn] for spec in specs], traffic, dedication)
+
+    def _give_to_owners(self, dedication: Dedication, plan: Assignment, device: torch.device) -> None:
+        places: dict[str, list[Place]] = {}
+        found: dict[str, nn.Parameter] = {}
+        for name, module, attribute, parameter in named_places(self.model):
+            places.setdefault(name, []).append(Place(module, attribute))
+            found.setdefault(name, parameter)
+        for spec in plan.specs:
+            owner = plan.owners[spec.fqn]
+            rank = int(dedication.mesh.mesh[owner.shard])
+            resting = _to_rest(found[spec.fqn], spec.fqn, dedication.mesh, rank, device)
+            everywhere = [place for name in (spec.fqn, *spec.aliases) for place in places[name]]
+            member = DedicatedParam(spec, owner, tuple(everywhere), resting)
+            member.show(resting)
+            self.params[spec.fqn] = member
+
+    def _attach(
+        self, boundary: str, members: Sequence[DedicatedParam], traffic: Traffic, dedication: Dedication
+    ) -> None:
+        module = self.module_at(boundary)
+        group = Group(boundary, members, traffic, lambda: self._policy(boundary, dedication))
+        if is_headless(module):
+            children = [child for child in module.children() if any(True for _ in child.parameters())]
+            self.state.attach(group, children, module)
+        else:
+            self.state.attach(group, [module], None)
+
+    def module_at(self, boundary: str) -> nn.Module:
+        """The outermost module with that canonical name: hooks go around checkpoint and compile wrappers."""
+        if boundary not in self._modules:
+            self._modules = modules_by_name(self.model)
+        return self._modules[boundary]
+
+    def note_cover(self, module: nn.Module, cover: Cover) -> None:
+        """``fully_shard`` was called on ``module``."""
+        self.covers[module] = cover
+        self._covering.clear()
+
+    def covering(self, boundary: str) -> tuple[nn.Module, Cover] | None:
+        """The innermost ``fully_shard`` call around a boundary."""
+        if boundary not in self._covering:
+            self._covering[boundary] = self._find_cover(boundary)
+        return self._covering[boundary]
+
+    def _find_cover(self, boundary: str) -> tuple[nn.Module, Cover] | None:
+        modules = modules_by_name(self.model)
+        while boundary not in modules or modules[boundary] not in self.covers:
+            if not boundary:
+                return None
+            boundary = boundary.rpartition(".")[0]
+        return modules[boundary], self.covers[modules[boundary]]
+
+    def _policy(self, boundary: str, dedication: Dedication) -> Policy:
+        found = self.covering(boundary)
+        mp_policy = dedication.mp_policy
+        reshard = dedication.reshard_after_forward
+        if found is not None:
+            module, cover = found
+            self._check_cover(boundary, dedication, cover)
+            mp_policy = mp_policy or cover.mp_policy
+            if reshard is None:
+                # FSDP2 keeps the weights of its root, which the backward needs first.
+                reshard = cover.reshard_after_forward and not (cover.automatic and self._is_root(module))
+        mp_policy = mp_policy or MixedPrecisionPolicy()
+        return Policy(mp_policy.param_dtype, mp_policy.reduce_dtype, True if reshard is None else reshard)
+
+    def _is_root(self, module: nn.Module) -> bool:
+        return module is unwrap_data_parallel(self.model)
+
+    def _check_cover(self, boundary: str, dedication: Dedication, cover: Cover) -> None:
+        if isinstance(cover.offload_policy, CPUOffloadPolicy):
+            raise ValueError(
+                f"{boundary!r} is under a fully_shard with CPUOffloadPolicy, which dedicated parameters do not support "
+                f"yet: use OffloadPolicy() there, or leave its parameters out of the predicate"
+            )
+        theirs, ours = cover.mesh.mesh.flatten().tolist(), dedication.mesh.mesh.flatten().tolist()
+        if theirs != ours:
+            raise ValueError(
+                f"{boundary!r}: fully_shard was given a mesh over ranks {theirs}, dedicate_params one over {ours}; "
+                f"give both the same 1-D mesh"
+            )
+        wanted = dedication.mp_policy
+        if wanted is not None and wanted.param_dtype != cover.mp_policy.param_dtype:
+            raise ValueError(
+                f"{boundary!r}: dedicate_params has mp_policy.param_dtype={wanted.param_dtype}, its fully_shard "
+                f"{cover.mp_policy.param_dtype}; what enters a module has one dtype: make them equal"
+            )
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by canonical name, of several with one name the outermost."""
+    found: dict[str, nn.Module] = {}
+    for name, module in unwrap_data_parallel(model).named_modules():
+        found.setdefault(canonical(name), module)
+    return found
+
+
+def is_headless(module: nn.Module) -> bool:
+    """A container without a forward: no hook of its own ever fires."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where the mesh's tensors live on this rank."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _to_rest(parameter: nn.Parameter, name: str, mesh: DeviceMesh, owner: int, device: torch.device) -> nn.Parameter:
+    if parameter.device.type == "meta":
+        device = parameter.device
+    mine = owner == int(mesh.mesh[mesh.get_local_rank()])
+    local = parameter.detach().to(device) if mine else None
+    owned = OwnedTensor.wrap(
+        local, shape=parameter.shape, dtype=parameter.dtype, device=device, mesh=mesh, owner=owner, name=name
+    )
+    resting = nn.Parameter(owned, requires_grad=parameter.requires_grad)
+    resting.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "home"})
+    return resting

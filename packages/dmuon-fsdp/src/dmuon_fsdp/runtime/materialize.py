@@ -1,0 +1,91 @@
+"""Initial weights: boundary by boundary, the same draw on every rank, kept where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dmuon_fsdp.compat import put_parameter
+from dmuon_fsdp.runtime.binding import Registration, device_of
+from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
+
+
+def initialize(registration: Registration, fn: Callable[[nn.Module], None] | None) -> None:
+    """Materialise what is on meta, then let ``fn`` initialise every module as if it stood alone in one process.
+
+    Whole parameters exist for one module at a time. Every rank must start with the same generator state, and draws the
+    same numbers in the order of ``model.modules()``; an owner keeps a dedicated one, every rank its rows of a sharded
+    one.
+
+    Raises:
+        ValueError: fn is None and a module with parameters has no ``reset_parameters``; named.
+    """
+    model = registration.model
+    registration.state.rest()
+    device = device_of(registration.dedications[0].mesh) if registration.dedications else torch.device("cpu")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    _materialize(model, device)
+    names = {module: name for name, module in model.named_modules()}
+    with torch.no_grad():
+        for module in model.modules():
+            _initialize_module(module, names[module], fn)
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        model.to_empty(device=device)
+
+
+def _initialize_module(module: nn.Module, name: str, fn: Callable[[nn.Module], None] | None) -> None:
+    own = dict(module.named_parameters(recurse=False))
+    if not own and not list(module.buffers(recurse=False)):
+        return
+    initialise = fn if fn is not None else _reset_parameters(name, module)
+    for attribute, parameter in own.items():
+        put_parameter(module, attribute, _whole(parameter))
+    try:
+        initialise(module)
+        values = {attribute: module.get_parameter(attribute) for attribute in own}
+    finally:
+        for attribute, parameter in own.items():
+            put_parameter(module, attribute, parameter)
+    for attribute, parameter in own.items():
+        _keep(parameter, values[attribute])
+
+
+def _reset_parameters(name: str, module: nn.Module) -> Callable[[nn.Module], None]:
+    reset = next(
+        (vars(base)["reset_parameters"] for base in type(module).__mro__ if "reset_parameters" in vars(base)), None
+    )
+    if reset is None:
+        raise ValueError(
+            f"{name!r} ({type(module).__name__}) has parameters or buffers but no reset_parameters: give "
+            f"dmuon.init_weights a function that initialises its own parameters"
+        )
+    return reset  # type: ignore[no-any-return]
+
+
+def _whole(parameter: nn.Parameter) -> nn.Parameter:
+    """A plain parameter of the global shape; contents are whatever fn leaves alone, zeros."""
+    if isinstance(parameter, DTensor):
+        device = parameter.to_local().device
+        return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+    return parameter
+
+
+def _keep(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if isinstance(parameter, OwnedTensor):
+        if parameter.is_owner:
+            parameter.local.copy_(value)
+    elif isinstance(parameter, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        shard = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shard.to_local())

@@ -1,0 +1,98 @@
+"""The scripts of the ordered page, taken out of it at run time and run as they stand.
+
+The page is not part of this repository: ``DMUON_PAGE`` names its file, else the folder beside the clone is looked at.
+Where there is no GPU, ``cuda`` and ``nccl`` become ``cpu`` and ``gloo``.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmuon_core import Muon
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(os.environ.get("DMUON_PAGE", ROOT.parent / "shared" / "seed" / "quickstart.zh.txt"))
+LINE = re.compile(r"^step +(\d+)  loss=(-?\d+\.\d{4})$", re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason=f"the page is not there ({PAGE.name}); DMUON_PAGE names it")
+
+
+def script(name: str) -> str:
+    """The code block under the heading ``name``: from its first import to the last line that is Python."""
+    text = PAGE.read_text(encoding="utf-8")
+    start = text.index("import torch\n", text.index(f"\n{name}"))
+    lines = []
+    for line in text[start:].splitlines():
+        if re.match(r"[^\x00-\x7f]", line):
+            break
+        lines.append(line)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def on_this_device(code: str) -> str:
+    if torch.cuda.is_available():
+        return code
+    code = re.sub(r"^ *torch\.cuda\.set_device\(.*\)\n", "", code, flags=re.MULTILINE)
+    return code.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"').replace(".cuda()", "")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model.py").write_text(script("model.py"), encoding="utf-8")
+    (tmp_path / "train_fsdp2.py").write_text(on_this_device(script("train_fsdp2.py")), encoding="utf-8")
+    return tmp_path
+
+
+def losses_of(folder: Path, name: str, ranks: int) -> dict[int, float]:
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--local_addr=127.0.0.1"]
+    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*launch, *rendezvous, name], cwd=folder, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
+
+
+def single_process_losses(folder: Path, steps: int = 20) -> dict[int, float]:
+    """The same training in one process: every rank of the page draws the same batch, so the mean changes nothing."""
+    spec = importlib.util.spec_from_file_location("page_model", folder / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(42)
+    model = module.TinyMLP().to(device)
+    matrices = [p for n, p in model.named_parameters() if "proj" in n]
+    rest = [p for n, p in model.named_parameters() if "proj" not in n]
+    optimizer = Muon(
+        [
+            {"params": matrices, "lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+            {"params": rest, "algorithm": "adamw", "lr": 1e-3, "weight_decay": 0.01},
+        ]
+    )
+    losses = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 512, device=device))
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2] if torch.cuda.is_available() else [2])
+def test_train_fsdp2_as_it_stands(folder, ranks):
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    got = losses_of(folder, "train_fsdp2.py", ranks)
+    want = single_process_losses(folder)
+    assert sorted(got) == [0, 5, 10, 15]
+    for step, loss in got.items():
+        # The summed output crosses zero; its size over the run is what a deviation counts against.
+        assert loss == pytest.approx(want[step], abs=5e-3 * max(map(abs, want.values()))), (step, got, want)

@@ -1,13 +1,16 @@
 """Which kernel runs: every rung under patched probes, byte for byte, and what goes wrong on the way."""
 
+import copy
 import dataclasses
+import sys
 import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmuon_core
-from dmuon_core import Muon, NewtonSchulz, SyrkSpec, get_backend_status, get_ns_backend, notices, report
+from dmuon_core import Muon, NewtonSchulz, SyrkSpec, __main__, get_backend_status, get_ns_backend, notices, report
 from dmuon_core.syrk import discovery, ladder
 from dmuon_core.syrk.builtin import CUBLAS, TORCH, torch_syrk
 from dmuon_core.syrk.contract import API
@@ -244,6 +247,54 @@ def test_the_line_of_an_optimizer_before_its_first_step():
     assert get_ns_backend(optimizer) == "Gram NS · kernel=torch (CPU, reference)"
     with pytest.raises(TypeError, match="takes a Muon or a NewtonSchulz, got int"):
         get_ns_backend(3)
+
+
+def test_the_line_stays_with_the_kernel_that_ran_most(machine):
+    """It once looked for that kernel on the device of the last call alone, and found none."""
+    machine([TRITON])
+    ns = NewtonSchulz(kernel="triton")
+    ns(torch.randn(8, 16))
+    ns.kernel.launches["triton"] += 10
+    ns.kernel._ladders = {torch.device("cpu"): (ladder.Loaded(TORCH, torch_syrk),)}
+    ns(torch.randn(8, 16))
+    assert get_ns_backend(ns).startswith("Gram NS · kernel=triton (CPU, DMuon internal) · launches: triton ")
+
+
+def test_a_copy_counts_its_own_launches(machine):
+    machine([])
+    ns = NewtonSchulz()
+    ns(torch.randn(8, 16))
+    assert get_ns_backend(copy.deepcopy(ns)) == "Gram NS · kernel=torch (CPU, reference)"
+
+
+def test_no_backend_at_all_says_why(machine):
+    def wrong(*args, **kwargs):
+        return torch_syrk(*args, **kwargs) + 1
+
+    machine([dataclasses.replace(TORCH, load=lambda: wrong)])
+    with (
+        pytest.warns(RuntimeWarning, match="computes wrong values"),
+        pytest.raises(RuntimeError, match="no backend passes its check"),
+    ):
+        get_ns_backend()
+
+
+def test_faked_tensors_do_not_spoil_the_kernels(machine):
+    """A first use under a fake mode once left every kernel out for the rest of the process."""
+    machine([])
+    ns = NewtonSchulz()
+    with FakeTensorMode():
+        assert ns(torch.empty(8, 16)).shape == (8, 16)
+    assert ns(torch.randn(8, 16)).norm() > 1
+    assert get_backend_status("cpu")["torch"]["available"]
+
+
+def test_the_status_command_explains_an_unknown_kernel(monkeypatch, capsys):
+    monkeypatch.setenv("DMUON_NS_KERNEL", "cudnn")
+    monkeypatch.setattr(sys, "argv", ["dmuon_core", "status"])
+    with pytest.raises(SystemExit, match="1"):
+        __main__.main()
+    assert "'cudnn' (from DMUON_NS_KERNEL)" in capsys.readouterr().err
 
 
 def test_names_taken_twice(monkeypatch):

@@ -1,5 +1,7 @@
 """Newton-Schulz as users call it: scales, degenerate input, shapes, bits, steps and restarts."""
 
+import threading
+
 import pytest
 import torch
 
@@ -8,11 +10,13 @@ from dmuon_core import (
     POLAR_EXPRESS,
     YOU,
     NewtonSchulz,
+    as_coefficients,
     derive_restarts,
     direct_newton_schulz,
     gram_newton_schulz,
     newton_schulz,
 )
+from dmuon_core.syrk.builtin import full_precision_reduction
 from dmuon_core.testing import exact_polynomial, relative_error
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -96,18 +100,19 @@ def test_rank_two_stays_rank_two(backend):
 
 
 @pytest.mark.parametrize("backend", ["gram", "direct"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(64, 64), (65, 130), (130, 65), (1, 96), (176, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (65, 130), (130, 65), (1, 96), (176, 64), (11, 139), (99, 216)], ids=str)
 def test_batch_layout_and_slicing_do_not_change_bits(shape, dtype, backend):
+    """MKL's bmm differs from its mm where K is not a multiple of the vector length, and mm from mm by alignment."""
     ns = NewtonSchulz(backend, dtype=dtype, deterministic=True)
-    batch = gaussian(5, *shape)
+    batch = gaussian(5, *shape).to(torch.float64 if dtype == torch.float64 else torch.float32)
     whole = ns(batch)
     assert torch.equal(whole[3], ns(batch[3]))
     assert torch.equal(whole[1:4], ns(batch[1:4]))
     assert torch.equal(whole[2], ns(batch.mT.contiguous().mT[2]))
     if shape[0] != shape[1]:  # a square matrix transposed has another Gram matrix
         assert torch.equal(whole[2].mT, ns(batch[2].mT))
-    wide = torch.full((shape[0], shape[1] + 3), float("nan"))
+    wide = batch.new_full((shape[0], shape[1] + 3), float("nan"))
     wide[:, 1:-2] = batch[0]
     assert torch.equal(whole[0], ns(wide[:, 1:-2]))
     assert torch.equal(whole.reshape(5, 1, *shape), ns(batch.reshape(5, 1, *shape)))
@@ -216,3 +221,43 @@ def test_no_torch_global_is_changed():
     assert matmul.allow_fp16_reduced_precision_reduction == before[0]
     assert torch.get_default_dtype() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize("wrong", [2, 2.0, ("2",), "2"])
+def test_restarts_that_are_no_positions(wrong):
+    with pytest.raises(ValueError, match="restart_iterations must be None or the steps"):
+        NewtonSchulz(restart_iterations=wrong)
+
+
+def test_coefficient_sets_are_sequences_that_read_back():
+    assert list(POLAR_EXPRESS) == [POLAR_EXPRESS[i] for i in range(len(POLAR_EXPRESS))]
+    assert len(POLAR_EXPRESS) == len(YOU) == 5
+    for given in (POLAR_EXPRESS, YOU, KELLER, (1.5, -0.5, 0.1), ((1.5, -0.5, 0.1),) * 2):
+        assert as_coefficients(as_coefficients(given).plain()) == as_coefficients(given)
+    assert all(as_coefficients(known.name) is known for known in (POLAR_EXPRESS, YOU, KELLER))
+
+
+def test_meta_tensors_have_shapes():
+    assert newton_schulz(torch.empty(2, 3, 4, device="meta")).shape == (2, 3, 4)
+
+
+def test_threads_leave_the_flags_of_torch_as_they_were():
+    """Two threads that each saved and restored them once left both flags off for good."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+    inside, outside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+
+    def first():
+        with full_precision_reduction():
+            inside.wait()
+        outside.wait()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    with full_precision_reduction():
+        outside.wait()
+        assert not any(getattr(matmul, name) for name in names)
+    thread.join()
+    assert [getattr(matmul, name) for name in names] == before

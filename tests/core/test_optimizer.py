@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon_core import KELLER, Muon, NewtonSchulz
+from dmuon_core import KELLER, POLAR_EXPRESS, Muon, NewtonSchulz, as_coefficients
 from dmuon_core.testing import relative_error
 
 KELLER_TRIPLE = KELLER.triples[0]
@@ -96,6 +96,43 @@ def test_loads_the_state_of_torch_muon_and_back():
     run(reference, theirs, start=3, steps=2)
     assert relative_error(movement(ours, middle), movement(theirs, middle)) <= 0.03
     torch.optim.Muon(theirs).load_state_dict(optimizer.state_dict())
+
+
+def test_state_of_torch_muon_leaves_our_own_options_alone():
+    """A saved group without ``view`` once put the default in its place: heads became one matrix."""
+    theirs = parameters(shapes=[(24, 40)])
+    reference = torch.optim.Muon(theirs)
+    run(reference, theirs, steps=1)
+    optimizer = Muon([{"params": parameters(shapes=[(24, 40)]), "view": "heads(3)"}])
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["view"] == "heads(3)"
+    assert optimizer.param_groups[0]["ns_coefficients"] == KELLER_TRIPLE
+
+
+def test_hooks_see_and_change_what_is_loaded():
+    params = parameters(shapes=[(24, 40)])
+    optimizer = Muon(params)
+    run(optimizer, params, steps=1)
+    ones = {
+        "state": {0: {"momentum_buffer": torch.ones(24, 40)}},
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+    optimizer.register_load_state_dict_pre_hook(lambda *_: ones)
+    seen = []
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[params[0]]["momentum_buffer"].clone()))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(seen[0], torch.ones(24, 40))
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], seen[0])
+
+
+@pytest.mark.parametrize("coefficients", [POLAR_EXPRESS, KELLER, (KELLER_TRIPLE,) * 5])
+def test_checkpoints_hold_plain_types(coefficients):
+    """A coefficient set in a group once made torch.load refuse the file."""
+    file = io.BytesIO()
+    torch.save(Muon(parameters(), ns_coefficients=coefficients).state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["param_groups"][0]["ns_coefficients"]
+    assert as_coefficients(saved).take(5) == as_coefficients(coefficients).take(5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -220,7 +257,10 @@ def test_copies_and_pickles():
         ((4, 4), {"lr": torch.tensor([1.0, 2.0])}, "must have one element"),
         ((4, 4), {"momentum": -0.1}, "momentum must be >= 0"),
         ((4, 4), {"weight_decay": float("nan")}, "weight_decay must be >= 0"),
-        ((4, 4), {"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
+        ((4, 4), {"lr": "fast"}, "lr must be >= 0, got 'fast'"),
+        ((4, 4), {"view": 5}, "unknown view 5"),
+        ((4, 4), {"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\)"),
+        ((4, 4), {"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0.9"),
         ((4, 4), {"adjust_lr_fn": "rms"}, "adjust_lr_fn must be None or one of"),
         ((4, 4), {"ns_steps": 0}, "ns_steps must be a positive integer"),
         ((4, 4), {"ns_coefficients": ((5.18, -5.18, 2.59),) * 5}, 'use backend="direct"'),

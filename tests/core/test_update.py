@@ -93,6 +93,15 @@ def test_uneven_split_scales_each_part_by_its_own_shape():
     assert view.matrix_shapes((96, 32)) == ((1, 64, 32), (1, 16, 32), (1, 16, 32))
 
 
+def test_uneven_split_keeps_float64():
+    ns = NewtonSchulz(dtype=torch.float64)
+    grad = gaussian(96, 32, seed=1).double()
+    weight, buffer = torch.zeros_like(grad), torch.zeros_like(grad)
+    muon_update_([weight], [grad], [buffer], lr=0.1, newton_schulz=ns, views=["split(64, 32)"])
+    parts = [lr_scale("original", p.shape[0], 32) * ns(p) for p in grad.split([64, 32])]
+    assert relative_error(weight, -0.1 * torch.cat(parts)) <= 1e-12
+
+
 def test_batching_changes_no_bits():
     """Equal shapes up to transposition go as one batch; on a CPU that is exact."""
     ns = NewtonSchulz()
@@ -142,7 +151,7 @@ def test_channels_last_weights_are_written():
 
 
 def test_tensor_lr_equals_float_lr():
-    for lr in (torch.tensor(0.02), torch.tensor([0.02])):
+    for lr in (torch.tensor(0.02), torch.tensor([0.02]), torch.tensor([[[0.02]]])):
         a, b = gaussian(8, 12), gaussian(8, 12)
         grad = gaussian(8, 12, seed=1)
         muon_update_([a], [grad], [torch.zeros(8, 12)], lr=lr)
@@ -162,6 +171,7 @@ def test_lists_that_do_not_match():
 
 def test_empty_lists_and_empty_matrices():
     muon_update_([], [], [], lr=0.1)
-    empty = torch.zeros(0, 4)
-    muon_update_([empty], [empty], [empty.clone()], lr=0.1)
-    assert math.prod(empty.shape) == 0
+    for shape in ((0, 4), (4, 0)):
+        empty = torch.zeros(shape)
+        muon_update_([empty], [empty], [empty.clone()], lr=0.1)
+        assert math.prod(empty.shape) == 0

@@ -93,3 +93,11 @@ def test_overlap_is_an_error_through_the_operator():
     x = torch.zeros(8, 8).half()
     with pytest.raises(ValueError, match="out overlaps a"):
         syrk(x, out=x)
+
+
+def test_scalars_that_are_not_one_per_item():
+    """alpha of M values once came back as an [M, M, M] product."""
+    with pytest.raises(ValueError, match=r"alpha must be 0-d or have one value per batch item, \[2\], got \[9\]"):
+        syrk(A, alpha=torch.ones(9))
+    with pytest.raises(Exception, match="alpha must be a float or a float32 tensor"):
+        torch.compile(lambda a: syrk(a, alpha=a[0, 0, 0]), fullgraph=True, backend="aot_eager")(A)

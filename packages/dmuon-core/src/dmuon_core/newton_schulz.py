@@ -28,7 +28,7 @@ from torch import Tensor
 from dmuon_core.coefficients import CoefficientsLike, Triple, as_coefficients
 from dmuon_core.normalize import normalize
 from dmuon_core.restarts import as_restarts, check_restarts, derive_restarts
-from dmuon_core.syrk.builtin import full_precision_reduction
+from dmuon_core.syrk.builtin import batched_product, full_precision_reduction
 from dmuon_core.syrk.contract import SyrkFn
 from dmuon_core.syrk.ladder import KernelChoice
 
@@ -247,10 +247,10 @@ def _wide_segment_polynomial(r_BMM: Tensor, segment: Sequence[Triple]) -> Tensor
     """As above in fp32 and fp64, whose kernels save nothing by mirroring: every product is whole."""
     q_BMM: Tensor | None = None
     for i, (a, b, c) in enumerate(segment):
-        w_BMM = _plus_identity(torch.baddbmm(r_BMM, r_BMM, r_BMM, beta=b, alpha=c), a)
-        q_BMM = w_BMM if q_BMM is None else torch.bmm(q_BMM, w_BMM)
+        w_BMM = _plus_identity(batched_product(r_BMM, r_BMM, r_BMM, beta=b, alpha=c), a)
+        q_BMM = w_BMM if q_BMM is None else batched_product(q_BMM, w_BMM)
         if i + 1 < len(segment):
-            r_BMM = torch.bmm(torch.bmm(w_BMM, r_BMM), w_BMM)
+            r_BMM = batched_product(batched_product(w_BMM, r_BMM), w_BMM)
     assert q_BMM is not None, "a segment has at least one step"
     return q_BMM
 
@@ -278,6 +278,4 @@ def _product(q_BMM: Tensor, x_BMN: Tensor, c_BMN: Tensor | None = None, beta: fl
         wide = _product(q_BMM.float(), x_BMN.float(), None if c_BMN is None else c_BMN.float(), beta)
         return wide.to(x_BMN.dtype)
     with full_precision_reduction() if x_BMN.device.type == "cuda" else contextlib.nullcontext():
-        if c_BMN is None:
-            return torch.bmm(q_BMM, x_BMN)
-        return torch.baddbmm(c_BMN, q_BMM, x_BMN, beta=beta)
+        return batched_product(q_BMM, x_BMN, c_BMN, beta=beta)

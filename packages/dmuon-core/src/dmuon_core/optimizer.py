@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from dmuon_core.coefficients import CoefficientsLike
+from dmuon_core.coefficients import CoefficientsLike, as_coefficients
 from dmuon_core.newton_schulz import Backend, NewtonSchulz
 from dmuon_core.update import LearningRate, lr_scale, muon_update_
 from dmuon_core.views import MatrixView
@@ -94,12 +95,14 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except ValueError:
+        except Exception:
             del self.param_groups[count:]
             raise
 
     def _check_group(self, group: Group) -> None:
         check_options(group)
+        if group["ns_coefficients"] is not None:
+            group["ns_coefficients"] = as_coefficients(group["ns_coefficients"]).plain()
         group["view"] = str(MatrixView.parse(group["view"]))
         if group["algorithm"] == "muon":
             self.newton_schulz.schedule(group["ns_steps"], group["ns_coefficients"])
@@ -122,9 +125,23 @@ class Muon(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but momentum keeps this optimizer's dtype: torch's cast to the parameter's would round it."""
-        super().load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        """As torch's, with two differences.
+
+        Momentum keeps this optimizer's dtype: torch's cast to the parameter's would round it. Options that the saved
+        groups lack, such as ``view`` in those of torch.optim.Muon, stay as they are.
+        """
+        before = self.param_groups
+        loaded: list[dict[str, Any]] = []
+        # After the user's pre-hooks, which may replace what is loaded, and before the user's post-hooks.
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(final)),
+            self.register_load_state_dict_post_hook(lambda _: self._keep_own(before, loaded[0]), prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def _keep_own(self, before: Sequence[Group], state_dict: dict[str, Any]) -> None:
+        for group, own, saved in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
+            group.update({key: own[key] for key in self.defaults if key in own and key not in saved})
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 buffer = state_dict["state"].get(key, {}).get("momentum_buffer")
                 if buffer is not None:
@@ -229,15 +246,15 @@ def check_parameter(name: str, parameter: Tensor) -> None:
 
 def check_options(group: Group) -> None:
     """Raise ValueError naming the option that is out of range."""
-    lr = group["lr"]
+    lr, betas = group["lr"], group["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, got shape {tuple(lr.shape)}")
     for key in ("lr", "weight_decay", "momentum", "eps"):
         value = group[key]
-        if not isinstance(value, Tensor) and not value >= 0:
+        if not isinstance(value, Tensor) and not (isinstance(value, Real) and float(value) >= 0):
             raise ValueError(f"{key} must be >= 0, got {value!r}")
     if group["algorithm"] not in _ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(map(repr, _ALGORITHMS))}, got {group['algorithm']!r}")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas must be in [0, 1), got {group['betas']!r}")
+    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     lr_scale(group["adjust_lr_fn"], 1, 1)

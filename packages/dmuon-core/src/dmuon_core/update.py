@@ -76,6 +76,8 @@ def apply_(
     Args:
         presence: 0-dim, 0 leaves the weight as it is; None is 1.
     """
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
     rate = lr if presence is None else lr * presence
     weight.mul_(1 - rate * weight_decay)
     if isinstance(rate, Tensor):
@@ -129,9 +131,12 @@ def muon_update_(
     ]
     updates = orthogonalize_all(directions, parsed, ns, ns.schedule(ns_steps, ns_coefficients))
     for weight, blocks, view, p in zip(weights, updates, parsed, present, strict=True):
+        if not weight.numel():
+            continue
         scales = [lr_scale(adjust_lr_fn, block.shape[-2], block.shape[-1]) for block in blocks]
         if len(set(scales)) > 1:
-            blocks = [block.float() * scale for block, scale in zip(blocks, scales, strict=True)]
+            wide = torch.promote_types(ns.dtype, torch.float32)
+            blocks = [block.to(wide) * scale for block, scale in zip(blocks, scales, strict=True)]
             scales = [1.0]
         update = view.from_matrices(blocks, weight.shape)
         apply_(weight, update, lr=lr, weight_decay=weight_decay, scale=scales[0], presence=p)

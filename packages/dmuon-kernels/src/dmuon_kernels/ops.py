@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dmuon_core.report import BackendStatus, get_backend_status
-from dmuon_core.syrk.contract import Scalar, check_operands
+from dmuon_core.syrk.contract import Scalar, check_operands, check_scalars
 from dmuon_core.syrk.ladder import KernelChoice
 
 _ARGUMENTS = (
@@ -123,6 +123,11 @@ def _syrk_out(
     choice_of(kernel)(a, b, c, alpha=alpha_, beta=beta_, out=out, sms=sms)
 
 
+def _check(a: Tensor, b: Tensor | None, c: Tensor | None, alpha: Scalar, beta: Scalar) -> None:
+    check_operands(a, b, c, beta, None)
+    check_scalars(a, alpha, beta)
+
+
 def _syrk_fake(
     a: Tensor,
     b: Tensor | None = None,
@@ -135,7 +140,7 @@ def _syrk_fake(
     kernel: str = "auto",
     sms: int | None = None,
 ) -> Tensor:
-    check_operands(a, b, c, beta if beta_tensor is None else beta_tensor, None)
+    _check(a, b, c, alpha if alpha_tensor is None else alpha_tensor, beta if beta_tensor is None else beta_tensor)
     return a.new_empty((*a.shape[:-1], a.shape[-2]))
 
 
@@ -153,7 +158,7 @@ def _syrk_out_fake(
     out: Tensor,
 ) -> None:
     # A fake tensor has no address, so the overlap of ``out`` is checked at run time only.
-    check_operands(a, b, c, beta if beta_tensor is None else beta_tensor, None)
+    _check(a, b, c, alpha if alpha_tensor is None else alpha_tensor, beta if beta_tensor is None else beta_tensor)
 
 
 _LIBRARY.impl("syrk", _syrk, "CompositeExplicitAutograd")

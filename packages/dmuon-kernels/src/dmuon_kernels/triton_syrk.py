@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dmuon_core.syrk.contract import Scalar, check_operands
+from dmuon_core.syrk.contract import Scalar, check_operands, check_scalars
 from dmuon_kernels.probes import triton_rejects
 from dmuon_kernels.triton_config import TritonConfig, choose_config, count_tiles
 from dmuon_kernels.triton_kernel import syrk_kernel
@@ -50,12 +50,13 @@ def triton_syrk(
         ValueError: operands outside the contract, or that ``triton_rejects`` names.
     """
     check_operands(a, b, c, beta, out)
+    check_scalars(a, alpha, beta)
     refusal = triton_rejects(a, b, c)
     if refusal is not None:
         raise ValueError(f"syrk: the Triton kernel {refusal}")
     batch, m = a.shape[:-2], a.shape[-2]
     d = a.new_empty((*batch, m, m)) if out is None else out
-    scalars = _Scalars.of(alpha, beta, a)
+    scalars = _Scalars.of(alpha, beta)
     if d.numel() == 0:
         return d
     reads_c = isinstance(beta, Tensor) or beta != 0.0
@@ -79,24 +80,15 @@ class _Scalars:
     beta_stride: int
 
     @classmethod
-    def of(cls, alpha: Scalar, beta: Scalar, a: Tensor) -> _Scalars:
-        return cls(*_kernel_scalar("alpha", alpha, a), *_kernel_scalar("beta", beta, a))
+    def of(cls, alpha: Scalar, beta: Scalar) -> _Scalars:
+        return cls(*_kernel_scalar(alpha), *_kernel_scalar(beta))
 
 
-def _kernel_scalar(name: str, scalar: Scalar, a: Tensor) -> tuple[Scalar, int]:
+def _kernel_scalar(scalar: Scalar) -> tuple[Scalar, int]:
     if not isinstance(scalar, Tensor):
         return float(scalar), 0
-    batch = a.shape[:-2]
-    if scalar.dtype != torch.float32 or scalar.device != a.device:
-        raise ValueError(
-            f"syrk: {name} must be a float or a float32 tensor on {a.device}, got {scalar.dtype} on {scalar.device}"
-        )
     if scalar.ndim == 0:
         return scalar, 0
-    if scalar.shape != batch:
-        raise ValueError(
-            f"syrk: {name} must be 0-d or have one value per batch item, {list(batch)}, got {list(scalar.shape)}"
-        )
     flat_B = scalar.reshape(-1)
     return flat_B, flat_B.stride(0)
 

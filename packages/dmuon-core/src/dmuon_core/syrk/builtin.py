@@ -30,8 +30,8 @@ def torch_syrk(
     wide = torch.float32 if a.dtype in _HALVES else a.dtype
     x = a.to(wide)
     y = x if b is None else b.to(wide)
-    d = _epilogue(torch.matmul(x, y.mT), c, alpha, beta)
-    return _store(d, a.dtype, out)
+    product = batched_product(_as_batch(x), _as_batch(y).mT).reshape(*a.shape[:-1], a.shape[-2])
+    return _store(_epilogue(product, c, alpha, beta), a.dtype, out)
 
 
 def cublas_syrk(
@@ -90,13 +90,32 @@ def _store(d: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return d if out is None else out.copy_(d)
 
 
+def batched_product(
+    x_BMK: Tensor, y_BKN: Tensor, c_BMN: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0
+) -> Tensor:
+    """``alpha * x y + beta * c``, or ``x y`` without c, in x's dtype.
+
+    On a CPU one matrix after the other, each in memory of its own: MKL orders its sums by batch and by alignment, and
+    the bits of a matrix must depend on neither.
+    """
+    if x_BMK.device.type != "cpu":
+        if c_BMN is None:
+            return torch.bmm(x_BMK, y_BKN)
+        return torch.baddbmm(c_BMN, x_BMK, y_BKN, beta=beta, alpha=alpha)
+    d_BMN = x_BMK.new_empty((*x_BMK.shape[:2], y_BKN.shape[2]))
+    for i in range(x_BMK.shape[0]):
+        x_MK, y_KN = x_BMK[i].clone(), y_BKN[i].clone()
+        d_BMN[i] = torch.mm(x_MK, y_KN) if c_BMN is None else torch.addmm(c_BMN[i], x_MK, y_KN, beta=beta, alpha=alpha)
+    return d_BMN
+
+
 def mirror_lower(d: Tensor) -> Tensor:
     """The symmetric matrix with d's lower triangle."""
     return torch.tril(d) + torch.tril(d, -1).mT
 
 
 class _CublasFlags:
-    """torch's process-wide flags for half-precision sums: the first thread in switches them off, the last out restores."""
+    """torch's process-wide flags for half-precision sums: the first one in switches them off, the last out restores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "optim": {"planning", "comm", "runtime"},
     "checkpoint": {"planning", "comm", "runtime"},
 }
-DOOR = {"__init__", "__main__", "api", "options", "describe", "cli"}
+DOOR = {"__init__", "__main__", "api", "options", "describe", "cli", "doctor"}
 COMPAT = "compat.py"
 TYPING_ONLY = "typing_extensions"
 

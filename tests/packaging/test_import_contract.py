@@ -11,11 +11,14 @@ from workshop import IMPORTS
 
 ALL = tuple(name for names in IMPORTS.values() for name in names)
 
-# What a process has that an import could touch, as comparable values. torch is imported before the first look.
+# What a process has that an import could touch, as comparable values. torch is imported before the first look, and so
+# are its FSDP2, DTensor and optimizers, which dmuon is about: what those do on import is torch's.
 STATE = """
 import atexit, hashlib, json, logging, os, signal, sys, threading, warnings
 import torch
 import torch.distributed as dist
+if "dmuon" in NAMES:
+    import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor, torch.optim
 
 events = []
 sys.addaudithook(lambda name, args: events.append(name) if name in
@@ -140,6 +143,8 @@ def test_compilers_stay_unloaded() -> None:
     code = """
 import sys
 import torch
+if "dmuon" in NAMES:
+    import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor, torch.optim
 before = set(sys.modules)
 for name in NAMES:
     __import__(name)

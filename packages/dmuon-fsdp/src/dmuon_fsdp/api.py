@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -14,9 +16,11 @@ from dmuon_fsdp.compat import (
     drop_unsharded_gradients,
     gradient_sync_of,
     install_seam,
+    reset_iteration,
     set_gradient_sync_of,
     uninstall_seam,
 )
+from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.plan import OwnershipPlan
 from dmuon_fsdp.planning.select import ParamPredicate, select_params
@@ -68,13 +72,15 @@ def dedicate_params(
         ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated or is already, no hook boundary.
         RuntimeError: the seam does not fit this torch.
     """
+    _check_types(model, reshard_after_forward, planning, mp_policy)
     _check_mesh(mesh, replicate_mesh)
     if process_group_policy not in get_args(ProcessGroupPolicy):
         raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
+    known = registry.find(model)
+    _refuse_another_root(known, model)
     specs = select_params(
         model, predicate, boundary_predicate=hook_boundary_predicate, boundary_strict=hook_boundary_strict
     )
-    known = registry.find(model)
     _refuse_twice(known, [spec.fqn for spec in specs])
     if patch:
         install_patch()
@@ -82,9 +88,21 @@ def dedicate_params(
     dedication = Dedication(
         specs, mesh, planning or PlanningOptions(), process_group_policy, mp_policy, reshard_after_forward
     )
-    if specs:
-        registration.dedications.append(dedication)
+    # Without a match too: another rank may have one, and says so where the ranks compare.
+    registration.dedications.append(dedication)
     return OwnershipPlan(dedication.assignment, registration.bind)
+
+
+def _check_types(model: object, reshard_after_forward: object, planning: object, mp_policy: object) -> None:
+    for name, value, kinds in (
+        ("model", model, nn.Module),
+        ("reshard_after_forward", reshard_after_forward, (bool, NoneType)),
+        ("planning", planning, (PlanningOptions, NoneType)),
+        ("mp_policy", mp_policy, (MixedPrecisionPolicy, NoneType)),
+    ):
+        if not isinstance(value, kinds):
+            allowed = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+            raise TypeError(f"{name} must be {' or '.join(allowed).replace('NoneType', 'None')}, got {value!r}")
 
 
 def _check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
@@ -95,7 +113,7 @@ def _check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
         )
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"mesh must be a 1-D DeviceMesh, got {type(mesh).__name__}; make one with "
+            f"mesh must be a 1-D DeviceMesh, got {mesh!r}; make one with "
             f'torch.distributed.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))'
         )
     if mesh.ndim != 1:
@@ -105,10 +123,35 @@ def _check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
             f"{f' named {names}' if names else ''}; give the sharding dimension alone, such as "
             f"mesh[{_last_name(mesh)!r}]"
         )
+    _check_order(mesh)
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh over ranks {mesh.mesh.tolist()}: call dmuon.dedicate_params on "
+            f"the ranks that share the model, with their mesh"
+        )
+    # Coordinates would not be ranks of the group; torch itself takes now one, now the other.
+    in_mesh, in_group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
+    if in_mesh != in_group:
+        raise ValueError(
+            f"mesh has its ranks in the order {in_mesh}, their process group in {in_group}; make a mesh whose ranks "
+            f"increase, such as init_device_mesh gives"
+        )
 
 
 def _last_name(mesh: DeviceMesh) -> str:
     return mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "shard"
+
+
+def _refuse_another_root(known: Registration | None, model: nn.Module) -> None:
+    if known is not None and bare(known.model) is not bare(model):
+        raise ValueError(
+            f"dedicate_params was called on a {type(bare(known.model)).__name__} before, and this "
+            f"{type(bare(model)).__name__} is a part of it or around it; names are those of one model: call it on the "
+            f"same module each time"
+        )
 
 
 def _refuse_twice(known: Registration | None, names: list[str]) -> None:
@@ -173,10 +216,8 @@ def reset(model: nn.Module) -> None:
     registration.state.reset()
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            reset_iteration(module)
             drop_unsharded_gradients(module)
-    root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
-    if root is not None and hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
 
 
 @contextmanager

@@ -323,6 +323,12 @@ class SeamHandler(Protocol):
 
     def covered(self, modules: Sequence[nn.Module], cover: Cover) -> None: ...
 
+    def knows(self, module: nn.Module) -> bool: ...
+
+    def entering(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+
+    def leaving(self, module: nn.Module, args: Any, output: Any) -> Any: ...
+
     def backward_ended(self, module: nn.Module) -> None: ...
 
     def control(self, module: nn.Module, name: str, arguments: dict[str, Any]) -> None: ...
@@ -405,11 +411,27 @@ def _noting(handler: SeamHandler) -> Callable[[Any], Any]:
                 automatic=bool(given["state"]._auto_reshard_after_forward),
             )
             handler.covered(given["modules"], cover)
+            if any(handler.knows(module) for module in given["modules"]):
+                _follow_forward_methods(handler, given["state"])
             return original(*args, **kwargs)
 
         return init_param_group
 
     return wrap
+
+
+def _follow_forward_methods(handler: SeamHandler, state: Any) -> None:
+    """Methods given to ``register_fsdp_forward_method`` look these two up on the state at each call, while the hooks of
+    a module's own forward hold the class's functions: what is set on the instance is seen by such methods alone."""
+    before, after = state._pre_forward, state._post_forward
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return handler.entering(module, *before(module, args, kwargs))
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        return after(module, args, handler.leaving(module, args, output))
+
+    state._pre_forward, state._post_forward = pre_forward, post_forward
 
 
 def _announcing(handler: SeamHandler) -> Callable[[Any], Any]:
@@ -490,6 +512,7 @@ def _require_fitting_torch() -> None:
 # --- FSDP2's own state
 #
 # - `set_requires_gradient_sync` sets but nothing reads: restoring what was there needs the parameter groups.
+# - whether a module is a root, which `reset_iter_state` must not be called on before a forward, nothing tells.
 # - `reset_iter_state` leaves gradients on the unsharded parameters, which the next backward would add to.
 
 
@@ -508,6 +531,12 @@ def gradient_sync_of(module: FSDPModule) -> list[tuple[bool, bool]]:
 def set_gradient_sync_of(module: FSDPModule, values: Sequence[tuple[bool, bool]]) -> None:
     for group, (reduce, all_reduce) in zip(_param_groups(module), values, strict=True):
         group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+
+
+def reset_iteration(module: FSDPModule) -> None:
+    """FSDP2's own reset, where it has one. Only a root has anything to reset, and none is one before its forward."""
+    if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
 
 
 def drop_unsharded_gradients(module: FSDPModule) -> None:

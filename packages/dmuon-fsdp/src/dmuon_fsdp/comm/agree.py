@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-def agree_on(digest: str, lines: Sequence[str], group: ProcessGroup) -> None:
-    """Raise on all ranks alike unless every rank has the same plan.
+def agree_on(digest: str, lines: Sequence[str], group: ProcessGroup, *, what: str = "what is dedicated") -> None:
+    """Raise on all ranks alike unless every rank has the same.
 
     Args:
         digest: of ``lines``; compared first, the lines only where digests differ.
         lines: one a parameter.
+        what: they are about, for the message.
 
     Raises:
         ValueError: names the first line that differs, and the ranks.
@@ -29,8 +30,8 @@ def agree_on(digest: str, lines: Sequence[str], group: ProcessGroup) -> None:
     if row is None:
         row = min(len(tables[0]), len(tables[odd]))
     raise ValueError(
-        f"the ranks disagree on what is dedicated: rank {ranks[0]} has {_row(tables[0], row)}, rank {ranks[odd]} has "
-        f"{_row(tables[odd], row)}; build the same model and give the same predicate on every rank"
+        f"the ranks disagree on {what}: rank {ranks[0]} has {_row(tables[0], row)}, rank {ranks[odd]} has "
+        f"{_row(tables[odd], row)}; build the same model and give the same arguments on every rank"
     )
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from dmuon_fsdp.planning.names import named_places
 from dmuon_fsdp.runtime.binding import Registration
@@ -25,29 +24,24 @@ class Entry:
         names: canonical names, more than one where it is shared.
         parameter: at rest.
         dedicated: whether it has an owner.
+        home: the model it belongs to.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     dedicated: bool
+    home: Registration
 
 
 def entries_of(registrations: Sequence[Registration]) -> list[Entry]:
     """Every parameter once, in the order of the models."""
-    found: dict[int, tuple[list[str], nn.Parameter, bool]] = {}
+    found: dict[nn.Parameter, tuple[list[str], Registration]] = {}
+    dedicated = {member.param for registration in registrations for member in registration.params.values()}
     for registration in registrations:
-        dedicated = {id(member.param) for member in registration.params.values()}
         for name, _, _, parameter in named_places(registration.model):
-            names, _, _ = found.setdefault(id(parameter), ([], parameter, id(parameter) in dedicated))
+            names, _ = found.setdefault(parameter, ([], registration))
             names.append(name)
-    return [Entry(tuple(names), parameter, dedicated) for names, parameter, dedicated in found.values()]
-
-
-def unsynchronized(entries: Sequence[Entry]) -> list[Entry]:
-    """Trainable parameters whose gradients nobody averages over the ranks."""
-    return [
-        e for e in entries if not e.dedicated and not isinstance(e.parameter, DTensor) and e.parameter.requires_grad
-    ]
+    return [Entry(tuple(names), parameter, parameter in dedicated, home) for parameter, (names, home) in found.items()]
 
 
 def build_groups(
@@ -70,6 +64,20 @@ def build_groups(
         taken = _take(rest, group.get("params", ()), name)
         groups += _split(taken, f"{name}/", _options(group, muon, "muon_"), _options(group, adamw, "adamw_"))
     return groups + _split(rest, "", muon, adamw)
+
+
+def digest_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line a parameter, with its group's options; equal on ranks that agree."""
+    lines = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        shown = " ".join(f"{key}={_plain(value)!r}" for key, value in sorted(options.items()))
+        lines += [f"{name} {shown}" for name, _ in group["params"]]
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _take(rest: list[Entry], selectors: Any, group_name: str) -> list[Entry]:

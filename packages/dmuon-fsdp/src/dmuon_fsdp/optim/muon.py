@@ -6,11 +6,11 @@ broadcast carries the new weights.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -19,7 +19,11 @@ from torch.optim.optimizer import Optimizer
 from dmuon_core import NewtonSchulz, lr_scale, muon_update_
 from dmuon_core.newton_schulz import Backend
 from dmuon_core.update import LearningRate
-from dmuon_fsdp.optim.groups import Entry, build_groups, entries_of, unsynchronized
+from dmuon_fsdp.comm.agree import agree_on
+from dmuon_fsdp.compat import local_tensor
+from dmuon_fsdp.optim.average import averages_of
+from dmuon_fsdp.optim.groups import Entry, build_groups, digest_lines, entries_of
+from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Registration
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
@@ -71,11 +75,10 @@ class Muon(Optimizer):
     ) -> None:
         models = [model] if isinstance(model, nn.Module) else list(model)
         self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else NewtonSchulz(ns_backend)
-        self.newton_schulz.schedule(ns_steps)
         self.momentum_dtype = momentum_dtype
         self._registrations = [_bound(each) for each in models]
         entries = entries_of(self._registrations)
-        self._averaged = _check_synchronized(entries, unsynchronized, self._registrations)
+        self._averages = averages_of(entries, unsynchronized, self._registrations)
         muon = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -92,8 +95,51 @@ class Muon(Optimizer):
         }
         groups = build_groups(entries, param_groups, muon, adamw_options)
         for group in groups:
-            _check_options(group)
+            self._check_options(group)
+        _agree_on_groups(groups, entries, self._registrations)
+        self._defaults_of: dict[str, dict[str, Any]] = {"muon": muon, "adamw": adamw_options}
         super().__init__(groups, {**adamw_options, **muon, "algorithm": "muon"})
+        for registration in self._registrations:
+            registration.optimizers.add(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters that are not in the model: AdamW, with this optimizer's defaults.
+
+        The model's own are in a group from the start; ``param_groups`` of the constructor divides them.
+
+        Raises:
+            ValueError: a parameter that is in a group already, or a dedicated one of a model that was not given.
+        """
+        group = dict(param_group)
+        group.setdefault("algorithm", "adamw")
+        if group["algorithm"] not in self._defaults_of:
+            raise ValueError(f"algorithm must be 'muon' or 'adamw', got {group['algorithm']!r}")
+        group = {**self._defaults_of[group["algorithm"]], **group}
+        group.setdefault("group_name", f"group{len(self.param_groups)}/{group['algorithm']}")
+        group["params"] = _with_names(group["params"], group["group_name"])
+        self._check_options(group)
+        super().add_param_group(group)
+        try:
+            if group["algorithm"] == "muon":
+                _members(self.param_groups[-1], self._dedicated())
+        except RuntimeError as error:
+            self.param_groups.pop()
+            raise ValueError(str(error)) from None
+
+    def _check_options(self, group: Mapping[str, Any]) -> None:
+        lr = group["lr"]
+        where = f"group {group['group_name']!r}"
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"{where}: lr as a tensor must have one element, got shape {tuple(lr.shape)}")
+        for key in ("lr", "weight_decay", "momentum", "eps"):
+            value = group.get(key, 0.0)
+            if not isinstance(value, Tensor) and not value >= 0:
+                raise ValueError(f"{where}: {key} must be >= 0, got {value!r}")
+        if group["algorithm"] == "muon":
+            lr_scale(group["adjust_lr_fn"], 1, 1)
+            self.newton_schulz.schedule(group["ns_steps"])
+        elif not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"{where}: betas must be in [0, 1), got {group['betas']!r}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -107,15 +153,20 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_unreduced()
-        members = {member.param: member for each in self._registrations for member in each.params.values()}
+        for average in self._averages:
+            average.reduce()
+        known = self._dedicated()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                self._muon_step([members[p] for p in group["params"] if p.grad is not None], group)
+                self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group)
             else:
                 self._adamw_step([p for p in group["params"] if p.grad is not None], group)
         for registration in self._registrations:
             registration.state.rest()
         return loss
+
+    def _dedicated(self) -> dict[nn.Parameter, DedicatedParam]:
+        return {member.param: member for each in self._registrations for member in each.params.values()}
 
     def _refuse_unreduced(self) -> None:
         for registration in self._registrations:
@@ -153,12 +204,6 @@ class Muon(Optimizer):
         return cast(OwnedTensor, state["momentum_buffer"])
 
     def _adamw_step(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if parameter in self._averaged:
-                dist.all_reduce(
-                    cast(Tensor, parameter.grad), group=self._registrations[0].state.traffics[0].process_group
-                )
-                cast(Tensor, parameter.grad).div_(self._registrations[0].state.traffics[0].world_size)
         for batch in _by_device(parameters):
             self._adamw_batch(batch, group)
 
@@ -191,8 +236,18 @@ class Muon(Optimizer):
         )
 
 
+def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:
+    gone = next((i for i, parameter in enumerate(group["params"]) if parameter not in known), None)
+    if gone is not None:
+        raise RuntimeError(
+            f"{group['param_names'][gone]!r} in group {group['group_name']!r} is no dedicated parameter of the model "
+            f"(any more): where load_state_dict(assign=True) or to() replaced it, make dmuon.Muon(model) after that"
+        )
+    return [known[parameter] for parameter in group["params"]]
+
+
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -203,43 +258,40 @@ def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _bound(model: nn.Module) -> Registration:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"dmuon.Muon takes the model, or a list of models, not parameters; got {type(model).__name__}")
     registration = registry.find(model)
     if registration is None:
         raise ValueError(
             f"dmuon.Muon: this {type(model).__name__} has no dedicated parameters: call dmuon.dedicate_params(model, "
             f"mesh, predicate) before fully_shard, and dmuon.Muon(model) last; it takes the model, not its parameters"
         )
+    if bare(registration.model) is not bare(model):
+        raise ValueError(
+            f"dmuon.Muon was given a {type(bare(model)).__name__}, dmuon.dedicate_params a "
+            f"{type(bare(registration.model)).__name__}: give both the same module, so that none of its parameters is "
+            f"left out"
+        )
     registration.bind()
+    registration.rest()
     return registration
 
 
-def _check_synchronized(
-    entries: Sequence[Entry], policy: str | None, registrations: Sequence[Registration]
-) -> set[nn.Parameter]:
-    """Parameters whose gradients the step must average."""
-    if policy not in (None, "average"):
-        raise ValueError(f"unsynchronized must be None or 'average', got {policy!r}")
-    ranks = max((traffic.world_size for each in registrations for traffic in each.state.traffics), default=1)
-    loose = unsynchronized(entries) if ranks > 1 else []
-    if loose and policy is None:
-        names = ", ".join(repr(entry.names[0]) for entry in loose[:10])
-        raise ValueError(
-            f"nobody averages the gradients of {names} over the {ranks} ranks: neither dedicated nor under fully_shard. "
-            f"Call fully_shard on the module that holds them, or pass unsynchronized='average' to dmuon.Muon"
-        )
-    return {entry.parameter for entry in loose}
+def _with_names(parameters: Any, group_name: str) -> list[tuple[str, Tensor]]:
+    """torch wants names in all groups or in none."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return [p if isinstance(p, tuple) else (f"{group_name}[{i}]", p) for i, p in enumerate(listed)]
 
 
-def _check_options(group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    where = f"group {group['group_name']!r}"
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where}: lr as a tensor must have one element, got shape {tuple(lr.shape)}")
-    for key in ("lr", "weight_decay", "momentum", "eps"):
-        value = group.get(key, 0.0)
-        if not isinstance(value, Tensor) and not value >= 0:
-            raise ValueError(f"{where}: {key} must be >= 0, got {value!r}")
-    if group["algorithm"] == "muon":
-        lr_scale(group["adjust_lr_fn"], 1, 1)
-    elif not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"{where}: betas must be in [0, 1), got {group['betas']!r}")
+def _agree_on_groups(
+    groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry], registrations: Sequence[Registration]
+) -> None:
+    """Raise on all ranks alike where they were given different groups or options."""
+    homes = {entry.parameter: entry.home for entry in entries}
+    for registration in registrations:
+        own = [
+            {**group, "params": [(n, p) for n, p in group["params"] if homes[p] is registration]} for group in groups
+        ]
+        lines = digest_lines(own)
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        agree_on(digest, lines, registration.process_group, what="the optimizer's parameter groups")

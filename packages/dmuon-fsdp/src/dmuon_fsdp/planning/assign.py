@@ -65,6 +65,7 @@ def assign(items: Sequence[Item], ranks: int, options: PlanningOptions) -> dict[
     order = sorted(range(len(packs)), key=lambda i: (-sum(costs[item.name] for item in packs[i]), i))
     heap = [(0.0, 0, rank) for rank in range(ranks)]
     owners: dict[str, int] = {}
+    smallest = min((_bytes(pack) for pack in packs), default=0)
     for index in order:
         pack = packs[index]
         load, held, rank = _take(heap, pack, options.max_bytes_per_rank)
@@ -72,7 +73,8 @@ def assign(items: Sequence[Item], ranks: int, options: PlanningOptions) -> dict[
             owners[item.name] = rank
             load += costs[item.name]
             held += item.nbytes
-        heapq.heappush(heap, (load, held, rank))
+        if options.max_bytes_per_rank is None or held + smallest <= options.max_bytes_per_rank:
+            heapq.heappush(heap, (load, held, rank))
     return {item.name: owners[item.name] for item in items}
 
 
@@ -87,7 +89,7 @@ def loads(items: Sequence[Item], owners: Mapping[str, int], ranks: int, options:
 
 def _take(heap: list[tuple[float, int, int]], pack: Sequence[Item], bound: int | None) -> tuple[float, int, int]:
     """Remove and return the least loaded rank that has room for ``pack``."""
-    need = sum(item.nbytes for item in pack)
+    need = _bytes(pack)
     full: list[tuple[float, int, int]] = []
     while heap:
         candidate = heapq.heappop(heap)
@@ -98,8 +100,12 @@ def _take(heap: list[tuple[float, int, int]], pack: Sequence[Item], bound: int |
         full.append(candidate)
     raise ValueError(
         f"{pack[0].name!r} ({need} bytes) fits no rank: max_bytes_per_rank={bound} is too small for this model on "
-        f"{len(full)} ranks; raise it or take more ranks"
+        f"its ranks; raise it or take more ranks"
     )
+
+
+def _bytes(pack: Sequence[Item]) -> int:
+    return sum(item.nbytes for item in pack)
 
 
 def _costs(items: Sequence[Item], ranks: int, options: PlanningOptions) -> dict[str, float]:

@@ -19,6 +19,18 @@ def unwrap_data_parallel(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside whatever wraps a whole model."""
+    while True:
+        inner = [child for name, child in model.named_children() if name in _WRAPPERS]
+        if inner:
+            model = inner[0]
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
 def named_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """(canonical name, module, attribute, parameter) of every place a parameter stands in, shared ones repeatedly."""
     for prefix, module in unwrap_data_parallel(model).named_modules(remove_duplicate=False):

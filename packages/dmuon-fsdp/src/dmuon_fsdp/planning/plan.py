@@ -72,12 +72,13 @@ class Assignment:
         return groups
 
     def lines(self) -> list[str]:
-        """One line a parameter, equal on ranks that agree."""
-        return [
-            f"{spec.fqn} {list(spec.shape)} {spec.dtype} boundary={spec.boundary!r} view={spec.view} "
-            f"owner={self.owners[spec.fqn].shard}"
+        """Equal on ranks that agree: what is dedicated, then who owns it, which follows from all of that."""
+        chosen = [
+            f"{spec.fqn} {list(spec.shape)} {spec.dtype} boundary={spec.boundary!r} view={spec.view}"
             for spec in self.specs
         ]
+        owned = [f"{spec.fqn} owner={self.owners[spec.fqn].shard}" for spec in self.specs]
+        return [*chosen, f"{len(self.specs)} dedicated parameters in all", *owned]
 
     def digest(self) -> str:
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
@@ -86,6 +87,12 @@ class Assignment:
         """What each rank has to do, in seconds or elements."""
         by_rank = {name: owner.shard for name, owner in self.owners.items()}
         return loads([spec.item for spec in self.specs], by_rank, self.ranks, self.options)
+
+    @property
+    def imbalance(self) -> float:
+        """The most loaded rank over the mean; 1 where there is nothing to do."""
+        work = self.loads()
+        return max(work) * len(work) / sum(work) if any(work) else 1.0
 
 
 class OwnershipPlan(Mapping[str, Owner]):
@@ -117,9 +124,7 @@ class OwnershipPlan(Mapping[str, Owner]):
         for boundary, specs in plan.groups().items():
             rows.append(f"  {boundary or '(root)'}")
             rows.extend(f"    {spec.fqn} {list(spec.shape)} → rank {plan.owners[spec.fqn].shard}" for spec in specs)
-        work = plan.loads()
-        mean = sum(work) / len(work)
-        rows.append(f"most loaded rank over the mean: {max(work) / mean:.3f}" if mean else "nothing to do")
+        rows.append(f"most loaded rank over the mean: {plan.imbalance:.3f}")
         return "\n".join(rows)
 
     def __repr__(self) -> str:

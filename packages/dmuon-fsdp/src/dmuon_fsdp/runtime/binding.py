@@ -1,12 +1,13 @@
 """From a recorded choice to a model at work: plan, agree over ranks, give parameters to owners, attach hooks.
 
 Binding is late: ``dedicate_params`` records; the first ``fully_shard`` of a part of the model, or ``dmuon.Muon``,
-binds, so that whatever wraps the model in between (checkpoint wrappers, compile, ``to``) has its say first. Names, not tensors,
-identify parameters.
+binds, so that whatever wraps the model in between (checkpoint wrappers, compile, ``to``) has its say first. Names,
+not tensors, identify parameters.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from dmuon_fsdp.comm.agree import agree_on
 from dmuon_fsdp.comm.groups import make_group
@@ -28,6 +31,9 @@ from dmuon_fsdp.runtime.model_state import ModelState
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 from dmuon_fsdp.runtime.parameter import DedicatedParam, Place
 from dmuon_fsdp.runtime.traffic import Traffic
+
+_log = logging.getLogger("dmuon.planning")
+_NOTABLE_IMBALANCE = 1.05
 
 
 @dataclass
@@ -49,7 +55,7 @@ class Dedication:
     process_group_policy: str
     mp_policy: MixedPrecisionPolicy | None
     reshard_after_forward: bool | None
-    bound: bool = False
+    process_group: ProcessGroup | None = None
     _assignment: Assignment | None = field(default=None, repr=False)
 
     def assignment(self) -> Assignment:
@@ -67,7 +73,9 @@ class Registration:
         self.dedications: list[Dedication] = []
         self.params: dict[str, DedicatedParam] = {}
         self.state = ModelState()
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.covers: weakref.WeakKeyDictionary[nn.Module, Cover] = weakref.WeakKeyDictionary()
+        self._outer: tuple[weakref.ref[nn.Module], Cover] | None = None
         self._covering: dict[str, tuple[nn.Module, Cover] | None] = {}
         self._modules: dict[str, nn.Module] = {}
 
@@ -87,17 +95,37 @@ class Registration:
     def specs(self) -> Iterator[ParamSpec]:
         return (spec for dedication in self.dedications for spec in dedication.specs)
 
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Over the ranks that share the model; once it is bound."""
+        group = self.dedications[0].process_group
+        assert group is not None, "bound"
+        return group
+
     def bind(self) -> None:
         """Put every recorded choice to work; nothing to do where that is done. On all ranks alike."""
         for dedication in self.dedications:
-            if not dedication.bound:
+            if dedication.process_group is None:
                 self._bind(dedication)
-                dedication.bound = True
+
+    def rest(self) -> None:
+        """The modules hold the Parameters at rest again, FSDP2's (its root keeps its own after forward) and ours."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.state.rest()
+        for member in self.params.values():
+            member.adopt_replacement()
 
     def _bind(self, dedication: Dedication) -> None:
         plan = dedication.assignment()
         process_group = make_group(dedication.mesh, dedication.process_group_policy)
         agree_on(plan.digest(), plan.lines(), process_group)
+        dedication.process_group = process_group
+        if not plan.specs:
+            return
+        if process_group.rank() == 0:
+            warn_about_imbalance(plan)
         traffic = Traffic(process_group, process_group.rank(), process_group.size(), device_of(dedication.mesh))
         if not self.state.traffics:
             self.state.attach_root(self.model)
@@ -112,6 +140,8 @@ class Registration:
         for name, module, attribute, parameter in named_places(self.model):
             places.setdefault(name, []).append(Place(module, attribute))
             found.setdefault(name, parameter)
+        for spec in plan.specs:
+            _check_unchanged(spec, found.get(spec.fqn))
         for spec in plan.specs:
             owner = plan.owners[spec.fqn]
             rank = int(dedication.mesh.mesh[owner.shard])
@@ -139,9 +169,22 @@ class Registration:
         return self._modules[boundary]
 
     def note_cover(self, module: nn.Module, cover: Cover) -> None:
-        """``fully_shard`` was called on ``module``."""
-        self.covers[module] = cover
+        """``fully_shard`` was called on ``module``: a part of the model, or something around it."""
+        if self.optimizers:
+            raise ValueError(
+                f"fully_shard({type(module).__name__}) after dmuon.Muon(model): the optimizer would go on with "
+                f"parameters that are no longer the model's; the order is dedicate_params, fully_shard, Muon"
+            )
+        if module in set(self.model.modules()):
+            self.covers[module] = cover
+        else:
+            self._outer = weakref.ref(module), cover
         self._covering.clear()
+        for dedication in self.dedications:
+            for boundary in dedication.assignment().groups():
+                found = self.covering(boundary)
+                if found is not None and found[0] is module:
+                    self._check_cover(boundary, dedication, cover)
 
     def covering(self, boundary: str) -> tuple[nn.Module, Cover] | None:
         """The innermost ``fully_shard`` call around a boundary."""
@@ -150,12 +193,15 @@ class Registration:
         return self._covering[boundary]
 
     def _find_cover(self, boundary: str) -> tuple[nn.Module, Cover] | None:
-        modules = modules_by_name(self.model)
-        while boundary not in modules or modules[boundary] not in self.covers:
-            if not boundary:
-                return None
-            boundary = boundary.rpartition(".")[0]
-        return modules[boundary], self.covers[modules[boundary]]
+        by_name: dict[str, list[nn.Module]] = {}
+        for name, module in unwrap_data_parallel(self.model).named_modules():
+            by_name.setdefault(canonical(name), []).append(module)
+        for ancestor in _ancestors(boundary):
+            for module in reversed(by_name.get(ancestor, [])):
+                if module in self.covers:
+                    return module, self.covers[module]
+        outer = self._outer and self._outer[0]()
+        return None if outer is None or self._outer is None else (outer, self._outer[1])
 
     def _policy(self, boundary: str, dedication: Dedication) -> Policy:
         found = self.covering(boundary)
@@ -163,7 +209,6 @@ class Registration:
         reshard = dedication.reshard_after_forward
         if found is not None:
             module, cover = found
-            self._check_cover(boundary, dedication, cover)
             mp_policy = mp_policy or cover.mp_policy
             if reshard is None:
                 # FSDP2 keeps the weights of its root, which the backward needs first.
@@ -180,11 +225,12 @@ class Registration:
                 f"{boundary!r} is under a fully_shard with CPUOffloadPolicy, which dedicated parameters do not support "
                 f"yet: use OffloadPolicy() there, or leave its parameters out of the predicate"
             )
-        theirs, ours = cover.mesh.mesh.flatten().tolist(), dedication.mesh.mesh.flatten().tolist()
+        # A dimension of size 1 is as good as none.
+        theirs, ours = cover.mesh.mesh.squeeze().tolist(), dedication.mesh.mesh.squeeze().tolist()
         if theirs != ours:
             raise ValueError(
                 f"{boundary!r}: fully_shard was given a mesh over ranks {theirs}, dedicate_params one over {ours}; "
-                f"give both the same 1-D mesh"
+                f"give both the same 1-D mesh, such as init_device_mesh({cover.mesh.device_type!r}, (world_size,))"
             )
         wanted = dedication.mp_policy
         if wanted is not None and wanted.param_dtype != cover.mp_policy.param_dtype:
@@ -200,6 +246,44 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in unwrap_data_parallel(model).named_modules():
         found.setdefault(canonical(name), module)
     return found
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The name itself, then every module above it, the root last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _check_unchanged(spec: ParamSpec, parameter: nn.Parameter | None) -> None:
+    """What was chosen is still there, whole, when it is to be given to its owner."""
+    if parameter is None:
+        raise ValueError(
+            f"{spec.fqn!r} is dedicated but the model has no such parameter any more: change the model first, then "
+            f"call dmuon.dedicate_params"
+        )
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{spec.fqn!r} is dedicated, but fully_shard has sharded it: with patch=False call "
+            f"fully_shard(module, ignored_params=dmuon.ignored_params(model)) on every module"
+        )
+    if tuple(parameter.shape) != spec.shape:
+        raise ValueError(
+            f"{spec.fqn!r} had shape {spec.shape} at dmuon.dedicate_params and has {tuple(parameter.shape)} now: "
+            f"change the model first"
+        )
+
+
+def warn_about_imbalance(plan: Assignment) -> None:
+    if plan.imbalance > _NOTABLE_IMBALANCE:
+        _log.warning(
+            "the most loaded of %d ranks has %.0f %% more Newton-Schulz work than the mean: %d matrices of these sizes "
+            "divide no better; see plan.describe()",
+            plan.ranks,
+            100 * (plan.imbalance - 1),
+            len(plan.specs),
+        )
 
 
 def is_headless(module: nn.Module) -> bool:

@@ -48,6 +48,12 @@ class Layout:
         return cls(owner, tuple(slots), end)
 
 
+def layouts_of(members: Sequence[DedicatedParam], dtype: torch.dtype) -> tuple[Layout, ...]:
+    """One layout per owner that has some of ``members``, in the order of owners."""
+    owners = sorted({member.owner.shard for member in members})
+    return tuple(Layout.of(owner, [m for m in members if m.owner.shard == owner], dtype) for owner in owners)
+
+
 class Buckets:
     """The compute-dtype buffers of one group.
 
@@ -61,10 +67,7 @@ class Buckets:
     def __init__(self, members: Sequence[DedicatedParam], rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.rank = rank
-        owners = sorted({member.owner.shard for member in members})
-        self.layouts = tuple(
-            Layout.of(owner, [m for m in members if m.owner.shard == owner], dtype) for owner in owners
-        )
+        self.layouts = layouts_of(members, dtype)
         self.flat = tuple(torch.empty(layout.numel, dtype=dtype, device=device) for layout in self.layouts)
         self._bytes = tuple(flat.untyped_storage().nbytes() for flat in self.flat)
         self._stamps: tuple[tuple[int, int], ...] = ()
@@ -124,12 +127,14 @@ class GradientBuckets:
     def pack(self, grads: dict[DedicatedParam, Tensor]) -> None:
         """Copy the gradients in; a missing one is zero and marked absent."""
         for layout, flat in zip(self.layouts, self.flat, strict=True):
-            flat[layout.numel :].copy_(
-                torch.tensor([float(slot.member in grads) for slot in layout.slots]), non_blocking=True
-            )
-            for slot in layout.slots:
+            flat[layout.numel :].fill_(1)
+            for index, slot in enumerate(layout.slots):
                 grad = grads.get(slot.member)
-                slot.view(flat).zero_() if grad is None else slot.view(flat).copy_(grad)
+                if grad is not None:
+                    slot.view(flat).copy_(grad)
+                else:
+                    slot.view(flat).zero_()
+                    flat[layout.numel + index].zero_()
 
     def to_reduce(self) -> list[tuple[int, Tensor]]:
         return [(layout.owner, flat) for layout, flat in zip(self.layouts, self.flat, strict=True)]
@@ -139,8 +144,6 @@ class GradientBuckets:
         for layout, flat in zip(self.layouts, self.flat, strict=True):
             for index, slot in enumerate(layout.slots):
                 member = slot.member
-                if not member.param.requires_grad:
-                    continue
                 if layout.owner != rank:
                     member.set_grad(torch.empty((0, *member.shape[1:]), dtype=member.dtype, device=flat.device), None)
                     continue

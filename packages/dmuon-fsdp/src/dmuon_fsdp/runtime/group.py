@@ -9,7 +9,8 @@ buckets, the modules still hold the at-rest Parameters. READY: the modules hold 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from torch.profiler import record_function
 from dmuon_fsdp.comm.collectives import broadcast_from_owners, reduce_to_owners
 from dmuon_fsdp.comm.streams import Ticket
 from dmuon_fsdp.compat import run_post_accumulate_hooks
-from dmuon_fsdp.runtime.buckets import Buckets, GradientBuckets
+from dmuon_fsdp.runtime.buckets import Buckets, GradientBuckets, Layout, layouts_of
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Group:
         self._find_policy = policy
         self._policy: Policy | None = None
         self._buckets: Buckets | None = None
+        self._reduced: tuple[tuple[DedicatedParam, ...], torch.dtype, tuple[Layout, ...]] | None = None
         self._gathering = Ticket()
         self._kept: dict[DedicatedParam, Tensor] = {}
 
@@ -101,12 +103,28 @@ class Group:
         return self.policy.reshard_after_forward
 
     @property
-    def trains(self) -> bool:
-        return any(member.param.requires_grad for member in self.members)
+    def compute_dtype(self) -> torch.dtype:
+        return self.policy.param_dtype or self.members[0].dtype
+
+    @property
+    def trained(self) -> tuple[DedicatedParam, ...]:
+        """Members that are not frozen now."""
+        return tuple(member for member in self.members if member.param.requires_grad)
 
     def _move(self, state: GroupState) -> None:
         assert state in _NEXT[self.state], f"{self.name}: {self.state} → {state}"
         self.state = state
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Say in a collective's error whose it was."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.traffic.rank}, {what} of {self.name!r}: {error}; every rank must enter the same hook "
+                f"boundaries in the same order, in forward and in backward, and one seems to have skipped this"
+            ) from error
 
     # --- weights
 
@@ -117,10 +135,11 @@ class Group:
         with record_function(f"dmuon::gather {self.name}"):
             buckets = self._current_buckets()
             lane = self.traffic.gather_lane
-            if buckets.stale:
+            stale = buckets.stale
+            if stale:
                 lane.follow_current()
-            with lane.running(), torch.no_grad(), buckets.unversioned():
-                if buckets.stale:
+            with lane.running(), torch.no_grad(), buckets.unversioned(), self._naming("the weights"):
+                if stale:
                     buckets.refill()
                 buckets.allocate()
                 works = broadcast_from_owners(buckets.to_broadcast(), self.traffic.process_group)
@@ -132,7 +151,8 @@ class Group:
         """Whole weights in the modules, valid for what comes next on the current stream."""
         self.gather()
         if self.state is GroupState.GATHERING:
-            self._gathering.settle()
+            with self._naming("the weights"):
+                self._gathering.settle()
             self._move(GroupState.READY)
         self.show_unsharded()
 
@@ -152,7 +172,8 @@ class Group:
         if self.state is GroupState.RESTING:
             return
         if self.state is GroupState.GATHERING:
-            self._gathering.settle()
+            with self._naming("the weights"):
+                self._gathering.settle()
         self.show_resting()
         assert self._buckets is not None, "a group that gathered has buckets"
         # The memory goes back to the gather lane's pool, whose next use must come after the compute so far.
@@ -163,11 +184,13 @@ class Group:
     def _current_buckets(self) -> Buckets:
         for member in self.members:
             member.adopt_replacement()
-        dtype = self.policy.param_dtype or self.members[0].dtype
+        dtype = self.compute_dtype
         if self._buckets is None or self._buckets.dtype != dtype:
             self._check_one_dtype()
             device = self.members[0].owned.local.device
-            self._buckets = Buckets(self.members, self.traffic.rank, dtype, device)
+            # A first forward under inference_mode would otherwise make views that can never be trained.
+            with torch.inference_mode(False):
+                self._buckets = Buckets(self.members, self.traffic.rank, dtype, device)
         return self._buckets
 
     def _check_one_dtype(self) -> None:
@@ -203,8 +226,9 @@ class Group:
             wide = self._accumulation_dtype
             self._kept = {member: grad.to(wide) for member, grad in grads.items()}
             return
-        if self.trains:
-            self._reduce(grads)
+        trained = self.trained
+        if trained:
+            self._reduce(trained, grads)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -216,25 +240,31 @@ class Group:
         reduce = self.policy.reduce_dtype or self.members[0].dtype
         return torch.promote_types(reduce, torch.float32)
 
-    def _reduce(self, grads: dict[DedicatedParam, Tensor]) -> None:
-        buckets = self._current_buckets()
-        dtype = self.policy.reduce_dtype or buckets.dtype
+    def _reduce(self, trained: tuple[DedicatedParam, ...], grads: dict[DedicatedParam, Tensor]) -> None:
+        dtype = self.policy.reduce_dtype or self.compute_dtype
         with record_function(f"dmuon::reduce {self.name}"), torch.no_grad():
             # One reduction in flight: its buffers go before the next one's are made.
             self.traffic.settle_reduce()
-            outgoing = GradientBuckets(buckets.layouts, dtype, self.members[0].owned.local.device)
+            outgoing = GradientBuckets(
+                self._layouts_to_reduce(trained, dtype), dtype, self.members[0].owned.local.device
+            )
             outgoing.pack(grads)
             lane = self.traffic.reduce_lane
             lane.follow_current()
-            with lane.running():
+            with lane.running(), self._naming("the gradients"):
                 for work in reduce_to_owners(outgoing.to_reduce(), self.traffic.process_group):
                     work.wait()
                 outgoing.deliver(self.traffic.rank, self.divisor or self.traffic.world_size)
-                for member in self.members:
-                    if member.param.requires_grad:
-                        run_post_accumulate_hooks(member.param)
+                for member in trained:
+                    run_post_accumulate_hooks(member.param)
                 self.traffic.reducing = Ticket(lane.event(), pinned=outgoing.flat)
             self.traffic.reduces += 1
+
+    def _layouts_to_reduce(self, trained: tuple[DedicatedParam, ...], dtype: torch.dtype) -> tuple[Layout, ...]:
+        """Made anew only where something was frozen or thawed."""
+        if self._reduced is None or self._reduced[:2] != (trained, dtype):
+            self._reduced = (trained, dtype, layouts_of(trained, dtype))
+        return self._reduced[2]
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""

@@ -1,15 +1,16 @@
-"""Initial weights: boundary by boundary, the same draw on every rank, kept where it belongs."""
+"""Initial weights: module by module, the same draw on every rank, kept where it belongs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon_fsdp.compat import put_parameter
+from dmuon_fsdp.planning.names import canonical
 from dmuon_fsdp.runtime.binding import Registration, device_of
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 
@@ -19,31 +20,36 @@ def initialize(registration: Registration, fn: Callable[[nn.Module], None] | Non
 
     Whole parameters exist for one module at a time. Every rank must start with the same generator state, and draws the
     same numbers in the order of ``model.modules()``; an owner keeps a dedicated one, every rank its rows of a sharded
-    one.
+    one. ``fn`` finds the values that are there, and not-a-number where the model was on meta.
 
     Raises:
-        ValueError: fn is None and a module with parameters has no ``reset_parameters``; named.
+        ValueError: fn is None and a module with parameters has no ``reset_parameters``, or something that was on meta
+            was left as it was; named.
     """
     model = registration.model
-    registration.state.rest()
+    registration.rest()
     device = device_of(registration.dedications[0].mesh) if registration.dedications else torch.device("cpu")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
     _materialize(model, device)
-    names = {module: name for name, module in model.named_modules()}
     with torch.no_grad():
-        for module in model.modules():
-            _initialize_module(module, names[module], fn)
+        for name, module in model.named_modules():
+            _initialize_module(module, canonical(name), fn)
+    for member in registration.params.values():
+        member.adopt_replacement()
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
     tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        model.to_empty(device=device)
+    if not any(tensor.device.type == "meta" for tensor in tensors):
+        return
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
 
 
 def _initialize_module(module: nn.Module, name: str, fn: Callable[[nn.Module], None] | None) -> None:
+    """A shared parameter is drawn by every module that holds it, as in one process, and the last draw stays."""
     own = dict(module.named_parameters(recurse=False))
     if not own and not list(module.buffers(recurse=False)):
         return
@@ -56,8 +62,18 @@ def _initialize_module(module: nn.Module, name: str, fn: Callable[[nn.Module], N
     finally:
         for attribute, parameter in own.items():
             put_parameter(module, attribute, parameter)
+    _refuse_left_alone(name, {**values, **dict(module.named_buffers(recurse=False))})
     for attribute, parameter in own.items():
         _keep(parameter, values[attribute])
+
+
+def _refuse_left_alone(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    for attribute, tensor in tensors.items():
+        if tensor.is_floating_point() and not isinstance(tensor, DTensor) and tensor.isnan().any():
+            raise ValueError(
+                f"dmuon.init_weights: {f'{name}.{attribute}'.lstrip('.')!r} is not initialised; "
+                f"let fn (or the module's reset_parameters) set every parameter and buffer of the module it is given"
+            )
 
 
 def _reset_parameters(name: str, module: nn.Module) -> Callable[[nn.Module], None]:
@@ -73,10 +89,9 @@ def _reset_parameters(name: str, module: nn.Module) -> Callable[[nn.Module], Non
 
 
 def _whole(parameter: nn.Parameter) -> nn.Parameter:
-    """A plain parameter of the global shape; contents are whatever fn leaves alone, zeros."""
+    """A plain parameter of the global shape with the values that are there. A collective."""
     if isinstance(parameter, DTensor):
-        device = parameter.to_local().device
-        return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+        return nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
     return parameter
 
 

@@ -9,6 +9,7 @@ this counts forwards, a fact equal on all ranks, never gradients, which are not.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,22 +69,21 @@ class Conductor:
         self.index = len(state.conductors)
         self.forward_prefetch: tuple[Conductor, ...] | None = None
         self.backward_prefetch: tuple[Conductor, ...] | None = None
-        self.open_passes = 0
+        self.open_passes: set[Pass] = set()
         self.backward_passes = 0
-        self._modules = tuple(modules)
+        self.modules = tuple(modules)
         self._to_run: set[nn.Module] = set()
         self._running: set[nn.Module] = set()
         self._pass: Pass | None = None
-        for module in self._modules:
-            module.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+        for module in self.modules:
+            module.register_forward_pre_hook(torch.compiler.disable(self.pre_forward), with_kwargs=True)
+            module.register_forward_hook(torch.compiler.disable(self.post_forward))
         for module in modules_of(group):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
     # --- forward
 
-    @torch.compiler.disable
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._recomputing:
             self._make_ready()
@@ -99,7 +99,6 @@ class Conductor:
         self._pass.open_calls += 1
         return _watch_inputs(self._pass, args, kwargs)
 
-    @torch.compiler.disable
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._recomputing:
             return output
@@ -121,11 +120,12 @@ class Conductor:
         if self._running:
             raise NotCleanError
         self.state.check_clean()
-        self._to_run = set(self._modules)
+        self._to_run = set(self.modules)
         self._pass = None
-        if torch.is_grad_enabled() and self.group.trains:
+        # A frozen group too: the gradient of its input needs its weights.
+        if torch.is_grad_enabled():
             self._pass = Pass(self, self.state.note_forward(self))
-            self.open_passes += 1
+            self.open_passes.add(self._pass)
 
     def _end_pass(self) -> None:
         # Inside a backward (a reentrant checkpoint's forward) the weights are needed again at once.
@@ -149,7 +149,7 @@ class Conductor:
         self._to_run.clear()
         self._running.clear()
         self._pass = None
-        self.open_passes = 0
+        self.open_passes.clear()
         self.backward_passes = 0
 
     def _before_state_dict(self, *_: Any, **__: Any) -> None:
@@ -163,9 +163,8 @@ class Conductor:
         if current.entered:
             return
         current.entered = True
-        if current.done:  # a second backward through the same forward
-            current.done = False
-            self.open_passes += 1
+        current.done = False  # a second backward through the same forward opens it again
+        self.open_passes.add(current)
         self.backward_passes += 1
         self.state.expect_end_of_backward()
         if self.group.unshard_in_backward:
@@ -182,17 +181,18 @@ class Conductor:
         if current.entered:
             current.entered = False
             self.backward_passes -= 1
-        self.open_passes -= 1
-        if self.open_passes == 0:
+        self.open_passes.discard(current)
+        if not self.open_passes:
             self.group.finish_gradients()
-        if self.group.reshard_after_backward:
+        # What forward leaves resident is needed again by the backward of every other pass.
+        if self.group.reshard_after_backward and (not self.open_passes or self.group.frees_after_forward):
             self.rest()
 
     def sweep(self) -> None:
         """Reduce what the backward left over, and go to rest."""
         if self.open_passes or self.group.has_gradients():
             self.group.finish_gradients()
-        self.open_passes = 0
+        self.open_passes.clear()
         self.backward_passes = 0
         if self.group.reshard_after_backward or self.group.state is GroupState.GATHERING:
             self.rest()
@@ -216,6 +216,7 @@ class ModelState:
     def __init__(self) -> None:
         self.traffics: list[Traffic] = []
         self.conductors: list[Conductor] = []
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._order: list[Conductor] = []
         self._sweep_due = False
         self._prefetched: Conductor | None = None
@@ -225,21 +226,38 @@ class ModelState:
 
     def attach_root(self, model: nn.Module) -> None:
         """The model's own output is the outermost: its gradient announces a backward before any group's does."""
-        model.register_forward_pre_hook(self._pre_root_forward)
-        model.register_forward_hook(self._post_root_forward)
+        self._roots.add(model)
+        model.register_forward_pre_hook(torch.compiler.disable(self._pre_root_forward))
+        model.register_forward_hook(torch.compiler.disable(self._post_root_forward))
 
     @property
     def groups(self) -> list[Group]:
         return [conductor.group for conductor in self.conductors]
 
-    @torch.compiler.disable
+    # --- forward
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the hooks of ``module`` do before its forward, for a method that is a forward of another name."""
+        if module in self._roots:
+            self._pre_root_forward(module, args)
+        for conductor in self.conductors:
+            if module in conductor.modules:
+                args, kwargs = conductor.pre_forward(module, args, kwargs)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """What they do after it."""
+        for conductor in self.conductors:
+            if module in conductor.modules:
+                output = conductor.post_forward(module, args, output)
+        return self._post_root_forward(module, args, output) if module in self._roots else output
+
     def _pre_root_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self.check_clean()
             if any(conductor.interrupted for conductor in self.conductors):
                 raise NotCleanError
 
-    @torch.compiler.disable
     def _post_root_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():
             return output
@@ -259,9 +277,12 @@ class ModelState:
                 conductor.rest()
 
     def rest(self) -> None:
-        """Every group at rest: after a step whatever is resident is out of date."""
+        """Every group at rest: after a step whatever is resident is out of date, and so is a forward whose backward
+        did not come."""
         for conductor in self.conductors:
+            conductor.open_passes.clear()
             conductor.rest()
+        self._order.clear()
 
     # --- order
 

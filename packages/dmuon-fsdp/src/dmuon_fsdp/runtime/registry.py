@@ -6,7 +6,7 @@ Registrations are held by their models; this module holds both weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,17 +26,19 @@ def register(model: nn.Module) -> Registration:
         known = Registration(model)
         vars(model)[_ATTRIBUTE] = known
     for module in model.modules():
-        _by_module.setdefault(module, weakref.ref(known))
+        if _of(module) is None:  # also where the model that it was once a part of is gone
+            _by_module[module] = weakref.ref(known)
     return known
 
 
 def find(module: nn.Module) -> Registration | None:
-    """The registration of the model that ``module`` is a part of."""
-    for candidate in module.modules():
-        reference = _by_module.get(candidate)
-        if reference is not None:
-            return reference()
-    return None
+    """The registration of the model that ``module`` is a part of, or that is a part of it."""
+    return next(_all_within(module), None)
+
+
+def _all_within(module: nn.Module) -> Iterator[Registration]:
+    """Registrations of ``module`` and of what is below it; the same one repeatedly."""
+    return (known for below in module.modules() if (known := _of(below)) is not None)
 
 
 class FsdpHandler:
@@ -58,9 +60,21 @@ class FsdpHandler:
 
     def covered(self, modules: Sequence[nn.Module], cover: Cover) -> None:
         for module in modules:
-            registration = _of(module)
-            if registration is not None:
+            # A wrapper (checkpoint, compile) that came after dedicate_params is known by what is inside it.
+            for registration in dict.fromkeys(_all_within(module)):
+                _by_module.setdefault(module, weakref.ref(registration))
                 registration.note_cover(module, cover)
+
+    def knows(self, module: nn.Module) -> bool:
+        return _of(module) is not None
+
+    def entering(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        registration = _of(module)
+        return (args, kwargs) if registration is None else registration.state.enter(module, args, kwargs)
+
+    def leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
+        registration = _of(module)
+        return output if registration is None else registration.state.leave(module, args, output)
 
     def backward_ended(self, module: nn.Module) -> None:
         registration = _of(module)

@@ -1,0 +1,5 @@
+"""``python -m dmuon``: the same as the script ``dmuon``."""
+
+from dmuon_fsdp.cli import main
+
+main()

@@ -1,0 +1,77 @@
+"""The examples and the command line, run as a newcomer runs them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "--steps 10 --d 32 --heads 2 --layers 2 --batch 8 --context 32 --eval-every 5 --eval-rows 16 --warmup 2 --cpu"
+
+
+def run(*command: str, timeout: int = 200, status: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == status, done.stderr[-3000:]
+    return done
+
+
+def pretrain(out: Path, *extra: str) -> list[dict]:
+    run(sys.executable, "examples/pretrain.py", *TINY.split(), "--out", str(out), *extra)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_same_curve_on_one_two_and_four_ranks(tmp_path):
+    curves = [
+        [row["held_out_loss"] for row in pretrain(tmp_path / str(ranks), "--optimizer", "muon", "--ranks", str(ranks))]
+        for ranks in (1, 2, 4)
+    ]
+    assert len(curves[0]) == 2
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=5e-3)
+
+
+def test_both_optimizers_fall_and_are_plotted(tmp_path):
+    rows = pretrain(tmp_path, "--ranks", "2")
+    for name in ("adamw", "muon"):
+        losses = [row["held_out_loss"] for row in rows if row["optimizer"] == name]
+        assert losses[-1] < losses[0]
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_a_batch_that_does_not_divide():
+    done = run(sys.executable, "examples/pretrain.py", *TINY.split(), "--ranks", "3", status=1)
+    assert "--batch 8 does not divide over 3 ranks" in done.stderr
+
+
+def test_the_shortest_script():
+    launch = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--local_addr=127.0.0.1")
+    rendezvous = ("--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0")
+    done = run(sys.executable, *launch, *rendezvous, "examples/train_fsdp2.py")
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.5 * losses[0]
+    assert "NS · kernel=" in done.stdout
+
+
+def test_doctor():
+    done = run(sys.executable, "-m", "dmuon", "doctor")
+    for text in (
+        "versions",
+        "imported from",
+        "Gram NS · kernel=",
+        "the seam fits",
+        "Newton-Schulz: right",
+        "one rank: right",
+    ):
+        assert text in done.stdout
+    for backend in ("cublas", "torch"):
+        assert re.search(rf"^  {backend} ", done.stdout, re.MULTILINE)

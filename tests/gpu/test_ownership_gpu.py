@@ -95,3 +95,45 @@ def test_gradients_and_weights_equal_one_process(ranks, world_size):
     for worst_gradient, worst_weight in ranks(world_size, train, backend="nccl"):
         assert worst_gradient <= 1e-4  # the weights of the two runs drift apart by reduction order alone
         assert worst_weight <= 5e-3
+
+
+def steps_with_given_gradients(steps: int = 3):
+    """Owners' weights, and the single-process ones, after steps on the same small integers."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = Layers().cuda()
+    single = copy.deepcopy(model)
+    dmuon.dedicate_params(model, mesh, lambda name, p: "proj" in name)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, ns_backend=dmuon.NewtonSchulz(deterministic=True))
+    oracle = SingleProcessMuon(
+        [p for n, p in single.named_parameters() if "proj" in n],
+        lr=0.02,
+        weight_decay=0.0,
+        adjust_lr_fn="match_rms_adamw",
+        ns_backend=dmuon.NewtonSchulz(deterministic=True),
+    )
+    wanted = dict(single.named_parameters())
+    for step in range(steps):
+        for i, member in enumerate(dmuon.dedicated_params(model)):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            grad = torch.randint(-3, 4, member.shape, generator=generator).float().cuda()
+            wanted[member.fqn].grad = grad
+            member.param.grad = torch.zeros_like(member.param)
+            if member.is_owner:
+                member.param.grad.local.copy_(grad)
+        optimizer.step()
+        oracle.step()
+    owned = dmuon.owned_params(model)
+    return [bool(torch.equal(member.param.local, wanted[member.fqn])) for member in owned]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bitwise_where_the_reduced_gradient_is_given(ranks, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    equal = [one for rank in ranks(world_size, steps_with_given_gradients, backend="nccl") for one in rank]
+    assert len(equal) == 6
+    assert all(equal)

@@ -60,7 +60,7 @@ class NewtonSchulz:
             direct form has no restarts.
         dtype: what X, R and Q are stored in; products accumulate in fp32 (fp64 in fp64). bfloat16 has three bits less
             than float16 and errs up to ten times more: an option, not the default.
-        deterministic: the same bits over runs, batches and layouts. On a CPU always so.
+        deterministic: the same bits over runs, batches and layouts, on GPUs one matrix at a time. On a CPU always so.
         ns_steps: number of steps where a call does not say.
 
     Raises:
@@ -138,7 +138,9 @@ class NewtonSchulz:
         x_BMN = x.reshape(-1, *x.shape[-2:])
         x_BMN = normalize(x_BMN.mT if tall else x_BMN, self.dtype, exact=self.deterministic or x.device.type == "cpu")
         iterate = _gram if self.backend == "gram" else _direct
-        y_BMN = iterate(x_BMN, schedule.segments, self.kernel)
+        # A kernel may choose its tiles by the batch, and with them the order of its sums: one matrix at a time.
+        parts = x_BMN.split(1) if self.deterministic and x.device.type != "cpu" else [x_BMN]
+        y_BMN = torch.cat([iterate(part, schedule.segments, self.kernel) for part in parts])
         return (y_BMN.mT if tall else y_BMN).reshape(x.shape)
 
     def __repr__(self) -> str:

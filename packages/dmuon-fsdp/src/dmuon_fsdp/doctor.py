@@ -153,4 +153,4 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())

@@ -534,9 +534,28 @@ def set_gradient_sync_of(module: FSDPModule, values: Sequence[tuple[bool, bool]]
 
 
 def reset_iteration(module: FSDPModule) -> None:
-    """FSDP2's own reset, where it has one. Only a root has anything to reset, and none is one before its forward."""
-    if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+    """FSDP2's own reset, and where a torch before 2.13 has none, the same on its state."""
+    state: Any = module._get_fsdp_state()
+    if not state._is_root:  # only a root has anything to reset, and none is one before its forward
+        return
+    if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+        for group in [each._fsdp_param_group] if each._fsdp_param_group else []:
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
 
 
 def drop_unsharded_gradients(module: FSDPModule) -> None:

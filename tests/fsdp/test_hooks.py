@@ -44,8 +44,9 @@ PACKINGS = {
 
 
 if not hasattr(_common_utils, "collect_grad_tensors"):
-    # FSDP2 before 2.13 does not look into dataclasses and frees its own weights too early.
-    del PACKINGS["dataclass"]
+    # FSDP2 before 2.13, alone too, looks into neither dataclasses nor OrderedDicts and frees its weights too early.
+    for name in ("dataclass", "model output", "with None and ints"):
+        del PACKINGS[name]
 
 
 class PackingBlock(Block):

@@ -245,10 +245,7 @@ def job(options: argparse.Namespace) -> None:
     """What each rank does, with a process group."""
     cuda = torch.cuda.is_available() and not options.cpu
     mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
-    if options.batch % mesh.size():
-        raise SystemExit(
-            f"--batch {options.batch} does not divide over {mesh.size()} ranks; take a multiple of {mesh.size()}"
-        )
+    check(options, mesh.size())
     rows = []
     for name in ("adamw", "muon") if options.optimizer == "both" else (options.optimizer,):
         each = argparse.Namespace(**{**vars(options), "optimizer": name, "lr": options.lr or BEST_LR[name]})
@@ -256,6 +253,19 @@ def job(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         write(rows, options.out)
     dist.barrier()
+
+
+def check(options: argparse.Namespace, world: int) -> None:
+    """End with a message where the job cannot work."""
+    complaint = None
+    if options.batch < world or options.batch % world:
+        complaint = f"--batch {options.batch} does not divide over {world} ranks; take a multiple of {world}"
+    elif options.eval_rows < options.batch:
+        complaint = f"--eval-rows {options.eval_rows} is less than --batch {options.batch}; take at least as many"
+    elif options.d % (2 * options.heads):
+        complaint = f"--d {options.d} must be a multiple of 2 x --heads, {2 * options.heads}, for rotary embeddings"
+    if complaint:
+        raise SystemExit(complaint)
 
 
 def write(rows: list[dict], out: Path) -> None:
@@ -334,9 +344,12 @@ def main() -> None:
         run_rank(options)
         return
     gpus = 0 if options.cpu else torch.cuda.device_count()
-    world = options.ranks or gpus or 2
+    world = gpus or 2 if options.ranks is None else options.ranks
+    if world < 1:
+        raise SystemExit(f"--ranks {world}, but at least one is needed")
     if gpus and world > gpus:
         raise SystemExit(f"--ranks {world}, but this machine has {gpus} GPUs; take fewer, or --cpu")
+    check(options, world)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

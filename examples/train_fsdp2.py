@@ -29,6 +29,8 @@ class MLP(nn.Module):
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with torchrun: torchrun --nproc_per_node=2 examples/train_fsdp2.py")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -47,9 +47,28 @@ def test_both_optimizers_fall_and_are_plotted(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
-def test_a_batch_that_does_not_divide():
-    done = run(sys.executable, "examples/pretrain.py", *TINY.split(), "--ranks", "3", status=1)
-    assert "--batch 8 does not divide over 3 ranks" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--ranks 3", "--batch 8 does not divide over 3 ranks"),
+        ("--ranks 0", "--ranks 0, but at least one is needed"),
+        ("--eval-rows 4", "--eval-rows 4 is less than --batch 8"),
+        ("--d 30 --heads 4", "--d 30 must be a multiple of 2 x --heads, 8"),
+    ],
+)
+def test_options_that_cannot_work(options, message):
+    """``--ranks -1`` started no process and ended as if all were well."""
+    done = run(sys.executable, "examples/pretrain.py", *TINY.split(), *options.split(), status=1)
+    assert done.stderr.strip().splitlines()[-1].startswith(message)
+
+
+def test_the_shortest_script_without_torchrun():
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "examples/train_fsdp2.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "torchrun --nproc_per_node=2" in done.stderr
 
 
 def test_the_shortest_script():

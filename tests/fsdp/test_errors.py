@@ -149,6 +149,10 @@ def wrong_type(name, value):
     dmuon.dedicate_params(Toy(), world_mesh(), is_projection, **{name: value})
 
 
+def predicate_is_a_name():
+    dmuon.dedicate_params(Toy(), world_mesh(), "proj")
+
+
 def parameters_for_a_model():
     dmuon.dedicate_params(Toy().parameters(), world_mesh(), is_projection)
 
@@ -179,6 +183,18 @@ def group_matches_nothing():
 
 def group_has_a_foreign_parameter():
     dmuon.Muon(wrap(Toy()), param_groups=[{"params": [nn.Parameter(torch.zeros(3, 5))]}])
+
+
+def group_without_params():
+    dmuon.Muon(wrap(Toy()), param_groups=[{"group_name": "attention", "lr": 0.1}])
+
+
+def group_option_unknown():
+    dmuon.Muon(wrap(Toy()), param_groups=[{"params": "blocks.0.*", "group_name": "first", "muon_learning_rate": 0.1}])
+
+
+def momentum_dtype_is_a_name():
+    dmuon.Muon(wrap(Toy()), momentum_dtype="bf16")
 
 
 def option_out_of_range():
@@ -274,6 +290,7 @@ MISTAKES = {
     "reshard_after_forward": (wrong_type, ("reshard_after_forward", 2), TypeError, ["bool or None, got 2"]),
     "planning": (wrong_type, ("planning", {"balance": "time"}), TypeError, ["PlanningOptions or None", "'balance'"]),
     "mp_policy": (wrong_type, ("mp_policy", torch.bfloat16), TypeError, ["MixedPrecisionPolicy or None", "bfloat16"]),
+    "predicate is a name": (predicate_is_a_name, (), TypeError, ["predicate(name, param)", "got 'proj'"]),
     "parameters for a model": (parameters_for_a_model, (), TypeError, ["model must be Module"]),
     "nobody synchronizes": (
         nobody_synchronizes, (), ValueError, ["'embed.weight'", "'norm.weight'", "2 ranks", "unsynchronized="]),
@@ -283,6 +300,10 @@ MISTAKES = {
     "group matches nothing": (
         group_matches_nothing, (), ValueError, ["'blocks.*.query.weight'", "'attention'", "unwrapped model"]),
     "group of foreign parameter": (group_has_a_foreign_parameter, (), ValueError, ["(3, 5)", "'group0'"]),
+    "group without params": (group_without_params, (), ValueError, ["'attention'", "'params'"]),
+    "group option unknown": (
+        group_option_unknown, (), ValueError, ["'first'", "'muon_learning_rate'", "muon_lr", "adamw_betas"]),
+    "momentum_dtype": (momentum_dtype_is_a_name, (), ValueError, ["momentum_dtype", "torch.dtype, got 'bf16'"]),
     "option out of range": (option_out_of_range, (), ValueError, ["'first/muon'", "momentum must be >= 0, got -1.0"]),
     "adjust_lr_fn unknown": (adjust_unknown, (), ValueError, ["'match_rms_adamw'", "got 'muon'"]),
     "Newton-Schulz unknown": (kernel_unknown, (), ValueError, ["'gram'", "'direct'", "'svd'"]),

@@ -129,6 +129,23 @@ def test_updates_of_rows_are_parallel_to_the_gradient_and_keep_the_rank(ranks):
     ranks(2, update_of_a_row)
 
 
+# --- matrices outside of the blocks
+
+
+def train_every_matrix():
+    twins = Twins(predicate=lambda name, p: p.ndim == 2)
+    twins.optimizers()
+    twins.train(3)
+    twins.check_weights()
+    return {member.fqn: member.spec.boundary for member in dmuon.dedicated_params(twins.model)}
+
+
+def test_a_dedicated_head_and_embedding_train_like_one_process(ranks):
+    """Each is a boundary of its own: gathered around one module, not around the whole model."""
+    boundaries = ranks(2, train_every_matrix)[0]
+    assert (boundaries["lm_head.weight"], boundaries["embed.weight"]) == ("lm_head", "embed")
+
+
 # --- tied weights
 
 

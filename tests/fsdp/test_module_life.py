@@ -383,3 +383,24 @@ def run_inference_first():
 def test_inference_mode_before_training(ranks):
     """Validation before the first step made buffers that autograd refuses."""
     ranks(2, run_inference_first)
+
+
+def run_moved():
+    twins = Twins(Toy)
+    member = next(m for m in dmuon.dedicated_params(twins.model) if m.is_owner)
+    values = member.owned.full_tensor().detach().numpy()
+    losses = []
+    for scale in (1.0, 0.5):
+        values *= scale
+        member.owned._local_tensor = torch.from_numpy(values)  # the same address, a version counter of its own
+        losses.append((next_token_loss(twins.model, 0).item(), member.owned.stamp))
+    (before, stamp), (after, stamp_after) = losses
+    assert stamp == stamp_after, "what this test is about"
+    assert before != after
+    group = next(g for g in twins.registration.state.groups if member in g.members)
+    assert not group._buckets.stale, "an unchanged parameter is not copied again"
+
+
+def test_a_parameter_moved_away_and_back_is_noticed(ranks):
+    """``model.to("cpu")`` and back between steps gave the weights their old address and version 0 again."""
+    ranks(1, run_moved)

@@ -29,6 +29,7 @@ import dmuon
 from dmuon_fsdp import compat
 from dmuon_fsdp.api import registration_of
 from dmuon_fsdp.compat import fsdp_controls, seam_complaint
+from dmuon_fsdp.runtime import binding
 from dmuon_fsdp.runtime.controls import ACTS, NEUTRAL, WHOLE_MODEL
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 from fsdp.models import Toy, Twins, is_projection, next_token_loss, tokens, world_mesh, wrap
@@ -468,3 +469,27 @@ def ignored_stays_ignored():
 
 def test_a_users_own_ignored_parameters_stay_ignored(ranks):
     ranks(2, ignored_stays_ignored)
+
+
+def visits(depth):
+    """How many names of modules are made while a stack is dedicated and sharded block by block."""
+    visited = []
+    original = binding.canonical
+
+    def counted(name):
+        visited.append(name)
+        return original(name)
+
+    binding.canonical = counted
+    try:
+        model = wrap(Toy(depth=depth))
+    finally:
+        binding.canonical = original
+    return len(visited), len(list(model.modules()))
+
+
+def test_a_call_of_fully_shard_walks_the_model_once(ranks):
+    """Once per block and call, 80 blocks took nine seconds to wrap, FSDP2 alone less than one."""
+    depth = 12
+    for visited, modules in ranks(1, visits, depth=depth):
+        assert visited <= (depth + 3) * modules  # one walk a call, two to bind

@@ -72,7 +72,7 @@ def dedicate_params(
         ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated or is already, no hook boundary.
         RuntimeError: the seam does not fit this torch.
     """
-    _check_types(model, reshard_after_forward, planning, mp_policy)
+    _check_types(model, predicate, reshard_after_forward, planning, mp_policy)
     _check_mesh(mesh, replicate_mesh)
     if process_group_policy not in get_args(ProcessGroupPolicy):
         raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
@@ -93,7 +93,9 @@ def dedicate_params(
     return OwnershipPlan(dedication.assignment, registration.bind)
 
 
-def _check_types(model: object, reshard_after_forward: object, planning: object, mp_policy: object) -> None:
+def _check_types(
+    model: object, predicate: object, reshard_after_forward: object, planning: object, mp_policy: object
+) -> None:
     for name, value, kinds in (
         ("model", model, nn.Module),
         ("reshard_after_forward", reshard_after_forward, (bool, NoneType)),
@@ -103,6 +105,11 @@ def _check_types(model: object, reshard_after_forward: object, planning: object,
         if not isinstance(value, kinds):
             allowed = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
             raise TypeError(f"{name} must be {' or '.join(allowed).replace('NoneType', 'None')}, got {value!r}")
+    if not callable(predicate):
+        raise TypeError(
+            f"predicate must be a function predicate(name, param) -> bool, got {predicate!r}; such as "
+            f'lambda name, p: "proj" in name and p.ndim == 2'
+        )
 
 
 def _check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:

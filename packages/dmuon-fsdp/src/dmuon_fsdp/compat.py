@@ -35,8 +35,10 @@ __all__ = [
     "SeatedShard",
     "at_end_of_backward",
     "build_dtensor",
+    "build_like",
     "coalescing",
     "contiguous_strides",
+    "copy_all",
     "fsdp_controls",
     "get_parameter",
     "group_timeout",
@@ -76,6 +78,11 @@ def build_dtensor(
     meta = TensorMeta(shape, contiguous_strides(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor.__new__(cls, local, spec, requires_grad=False)  # type: ignore[return-value]
+
+
+def build_like(cls: type[D], template: DTensor, local: Tensor) -> D:
+    """A ``cls`` around ``local`` with the very spec of ``template``, which must describe it; spares making one."""
+    return DTensor.__new__(cls, local, template._spec, requires_grad=False)  # type: ignore[return-value]
 
 
 def local_tensor(dtensor: DTensor) -> Tensor:
@@ -236,6 +243,17 @@ def in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# --- Many tensors at once
+#
+# - `_foreach_copy_`: one launch for all gradients of a group has no public spelling.
+
+
+def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``into[i].copy_(sources[i])`` for all i."""
+    if into:
+        torch._foreach_copy_(list(into), list(sources))
 
 
 # --- Parameters of a module

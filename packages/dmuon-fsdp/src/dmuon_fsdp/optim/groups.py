@@ -55,15 +55,31 @@ def build_groups(
             defaults.
 
     Raises:
-        ValueError: a pattern or Parameter that matches nothing; named.
+        ValueError: a group without ``params``, a pattern or Parameter that matches nothing, a ``muon_*`` or ``adamw_*``
+            option that there is not; named.
     """
     rest = list(entries)
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(wanted or ()):
         name = str(group.get("group_name", f"group{index}"))
-        taken = _take(rest, group.get("params", ()), name)
+        _check_keys(group, name)
+        taken = _take(rest, group["params"], name)
         groups += _split(taken, f"{name}/", _options(group, muon, "muon_"), _options(group, adamw, "adamw_"))
     return groups + _split(rest, "", muon, adamw)
+
+
+def _check_keys(group: Mapping[str, Any], name: str) -> None:
+    if "params" not in group:
+        raise ValueError(
+            f"param_groups: group {name!r} has no 'params'; give it Parameters, or names in which * matches anything"
+        )
+    allowed = {f"muon_{key}" for key in _MUON_KEYS} | {f"adamw_{key}" for key in _ADAMW_KEYS}
+    unknown = [key for key in group if key.startswith(("muon_", "adamw_")) and key not in allowed]
+    if unknown:
+        raise ValueError(
+            f"param_groups: group {name!r} has {', '.join(map(repr, unknown))}; with these prefixes there are "
+            f"{', '.join(sorted(allowed))}"
+        )
 
 
 def digest_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -75,6 +75,8 @@ class Muon(Optimizer):
     ) -> None:
         models = [model] if isinstance(model, nn.Module) else list(model)
         self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else NewtonSchulz(ns_backend)
+        if not isinstance(momentum_dtype, torch.dtype) or not momentum_dtype.is_floating_point:
+            raise ValueError(f"momentum_dtype must be a floating torch.dtype, got {momentum_dtype!r}")
         self.momentum_dtype = momentum_dtype
         self._registrations = [_bound(each) for each in models]
         entries = entries_of(self._registrations)

@@ -76,7 +76,7 @@ class Registration:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.covers: weakref.WeakKeyDictionary[nn.Module, Cover] = weakref.WeakKeyDictionary()
         self._outer: tuple[weakref.ref[nn.Module], Cover] | None = None
-        self._covering: dict[str, tuple[nn.Module, Cover] | None] = {}
+        self._covering: dict[str, tuple[nn.Module, Cover] | None] | None = None
         self._modules: dict[str, nn.Module] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registration:
@@ -118,6 +118,7 @@ class Registration:
             member.adopt_replacement()
 
     def _bind(self, dedication: Dedication) -> None:
+        self._covering = None
         plan = dedication.assignment()
         process_group = make_group(dedication.mesh, dedication.process_group_policy)
         agree_on(plan.digest(), plan.lines(), process_group)
@@ -179,7 +180,7 @@ class Registration:
             self.covers[module] = cover
         else:
             self._outer = weakref.ref(module), cover
-        self._covering.clear()
+        self._covering = None
         for dedication in self.dedications:
             for boundary in dedication.assignment().groups():
                 found = self.covering(boundary)
@@ -188,20 +189,23 @@ class Registration:
 
     def covering(self, boundary: str) -> tuple[nn.Module, Cover] | None:
         """The innermost ``fully_shard`` call around a boundary."""
-        if boundary not in self._covering:
-            self._covering[boundary] = self._find_cover(boundary)
+        if self._covering is None:
+            self._covering = self._find_covers()
         return self._covering[boundary]
 
-    def _find_cover(self, boundary: str) -> tuple[nn.Module, Cover] | None:
-        by_name: dict[str, list[nn.Module]] = {}
+    def _find_covers(self) -> dict[str, tuple[nn.Module, Cover] | None]:
+        """For all boundaries in one walk: this runs again after every ``fully_shard`` of a stack."""
+        covered: dict[str, tuple[nn.Module, Cover]] = {}
         for name, module in unwrap_data_parallel(self.model).named_modules():
-            by_name.setdefault(canonical(name), []).append(module)
-        for ancestor in _ancestors(boundary):
-            for module in reversed(by_name.get(ancestor, [])):
-                if module in self.covers:
-                    return module, self.covers[module]
+            if module in self.covers:
+                covered[canonical(name)] = module, self.covers[module]  # of several with one name the innermost
         outer = self._outer and self._outer[0]()
-        return None if outer is None or self._outer is None else (outer, self._outer[1])
+        around = None if outer is None or self._outer is None else (outer, self._outer[1])
+        boundaries = {spec.boundary for spec in self.specs}
+        return {
+            boundary: next((covered[name] for name in _ancestors(boundary) if name in covered), around)
+            for boundary in boundaries
+        }
 
     def _policy(self, boundary: str, dedication: Dedication) -> Policy:
         found = self.covering(boundary)

@@ -6,6 +6,7 @@ rather than replaced, so the Parameters that view it live as long as the group.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dmuon_fsdp.compat import preserving_versions
+from dmuon_fsdp.compat import copy_all, preserving_versions
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
 _ALIGNMENT = 256  # bytes: where kernels and NCCL like a matrix to begin
@@ -70,7 +71,8 @@ class Buckets:
         self.layouts = layouts_of(members, dtype)
         self.flat = tuple(torch.empty(layout.numel, dtype=dtype, device=device) for layout in self.layouts)
         self._bytes = tuple(flat.untyped_storage().nbytes() for flat in self.flat)
-        self._stamps: tuple[tuple[int, int], ...] = ()
+        self._own = tuple(s.member for layout in self.layouts if layout.owner == rank for s in layout.slots)
+        self._copied: tuple[tuple[weakref.ref[Tensor], tuple[int, int]], ...] = ()
         for layout, flat in zip(self.layouts, self.flat, strict=True):
             for slot in layout.slots:
                 slot.member.unsharded = nn.Parameter(slot.view(flat), requires_grad=slot.member.param.requires_grad)
@@ -91,8 +93,12 @@ class Buckets:
 
     @property
     def stale(self) -> bool:
-        """Whether an owned parameter changed since :meth:`refill`."""
-        return self._stamps != self._current_stamps()
+        """Whether an owned parameter changed since :meth:`refill`, or was moved: the allocator may give a new tensor
+        the address of the old one, and its version counter begins anew."""
+        return len(self._copied) != len(self._own) or any(
+            source() is not member.owned.local or stamp != member.owned.stamp
+            for member, (source, stamp) in zip(self._own, self._copied, strict=True)
+        )
 
     def refill(self) -> None:
         """Copy the owned parameters into this rank's own bucket, in the compute dtype."""
@@ -100,12 +106,7 @@ class Buckets:
             if layout.owner == self.rank:
                 for slot in layout.slots:
                     slot.view(flat).copy_(slot.member.owned.local)
-        self._stamps = self._current_stamps()
-
-    def _current_stamps(self) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            slot.member.owned.stamp for layout in self.layouts if layout.owner == self.rank for slot in layout.slots
-        )
+        self._copied = tuple((weakref.ref(member.owned.local), member.owned.stamp) for member in self._own)
 
     def to_broadcast(self) -> list[tuple[int, Tensor]]:
         return [(layout.owner, flat) for layout, flat in zip(self.layouts, self.flat, strict=True)]
@@ -126,15 +127,18 @@ class GradientBuckets:
 
     def pack(self, grads: dict[DedicatedParam, Tensor]) -> None:
         """Copy the gradients in; a missing one is zero and marked absent."""
+        views, sources = [], []
         for layout, flat in zip(self.layouts, self.flat, strict=True):
             flat[layout.numel :].fill_(1)
             for index, slot in enumerate(layout.slots):
                 grad = grads.get(slot.member)
                 if grad is not None:
-                    slot.view(flat).copy_(grad)
+                    views.append(slot.view(flat))
+                    sources.append(grad)
                 else:
                     slot.view(flat).zero_()
                     flat[layout.numel + index].zero_()
+        copy_all(views, sources)
 
     def to_reduce(self) -> list[tuple[int, Tensor]]:
         return [(layout.owner, flat) for layout, flat in zip(self.layouts, self.flat, strict=True)]
@@ -142,11 +146,19 @@ class GradientBuckets:
     def deliver(self, rank: int, divisor: float) -> None:
         """Hand every parameter its reduced gradient, divided: whole on its owner, no rows elsewhere."""
         for layout, flat in zip(self.layouts, self.flat, strict=True):
-            for index, slot in enumerate(layout.slots):
-                member = slot.member
-                if layout.owner != rank:
-                    member.set_grad(torch.empty((0, *member.shape[1:]), dtype=member.dtype, device=flat.device), None)
-                    continue
-                whole = slot.view(flat).to(member.dtype, copy=True).div_(divisor)
-                present = (flat[layout.numel + index] > 0).to(torch.float32)
-                member.set_grad(whole, present)
+            if layout.owner == rank:
+                _deliver_own(layout, flat, divisor)
+            else:
+                for slot in layout.slots:
+                    slot.member.set_foreign_grad()
+
+
+def _deliver_own(layout: Layout, flat: Tensor, divisor: float) -> None:
+    """One cast and one division for all gradients of a dtype; each is a view of the result."""
+    present = (flat[layout.numel :] > 0).to(torch.float32)
+    reduced: dict[torch.dtype, Tensor] = {}
+    for index, slot in enumerate(layout.slots):
+        dtype = slot.member.dtype
+        if dtype not in reduced:
+            reduced[dtype] = flat[: layout.numel].to(dtype, copy=True).div_(divisor)
+        slot.member.set_grad(slot.view(reduced[dtype]), present[index])

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dmuon_fsdp.compat import AUTOGRAD_KEEPS_SUBCLASSES, build_dtensor, shard_extent
+from dmuon_fsdp.compat import AUTOGRAD_KEEPS_SUBCLASSES, build_dtensor, build_like, shard_extent
 from dmuon_fsdp.runtime import routing
 from dmuon_fsdp.runtime.home import Home, Housed
 
@@ -71,6 +71,12 @@ class OwnedTensor(Housed):
         if not home.is_owner or local is None:
             local = torch.empty((0, *sizes[1:]), dtype=dtype, device=device)
         return cls.around(local.detach(), shape, home)
+
+    def like(self, local: Tensor) -> OwnedTensor:
+        """One of the same shape, dtype and home around ``local``, which is trusted to be what the home says."""
+        made = build_like(OwnedTensor, self, local)
+        made.home = self.home
+        return made
 
     def adopt(self, source: Tensor) -> OwnedTensor:
         """``source`` in this tensor's home: its owner keeps the values, the others drop them.
@@ -182,7 +188,8 @@ class OwnedTensor(Housed):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ValueError(
             f"{self.describe()}: a pickle written here would not hold its values on the other ranks. To save a model, "
-            "use torch.distributed.checkpoint, or save dmuon.get_model_state_dict(model), which all ranks call"
+            "use torch.distributed.checkpoint, or for one file torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks"
         )
 
 

@@ -41,6 +41,7 @@ class DedicatedParam:
     param: nn.Parameter
     unsharded: nn.Parameter | None = None
     _presence: tuple[weakref.ref[Tensor], Tensor] | None = field(default=None, repr=False)
+    _foreign_grad: OwnedTensor | None = field(default=None, repr=False)
 
     @property
     def fqn(self) -> str:
@@ -93,22 +94,29 @@ class DedicatedParam:
 
     # --- gradient
 
-    def set_grad(self, local: Tensor, presence: Tensor | None) -> None:
-        """Add ``local`` (whole on the owner, no rows elsewhere) to ``.grad``.
+    def set_grad(self, local: Tensor, presence: Tensor) -> None:
+        """On the owner, add the whole gradient ``local`` to ``.grad``.
 
         Args:
-            presence: on the owner, 1 where some rank had a gradient and 0 where none had; stays on the device.
+            presence: 1 where some rank had a gradient and 0 where none had; stays on the device.
         """
         if self.param.grad is None:
-            self.param.grad = OwnedTensor.around(local, self.shape, self.owned.home)
-            self._presence = None if presence is None else (weakref.ref(self.param.grad), presence)
+            self.param.grad = self.owned.like(local)
+            self._presence = (weakref.ref(self.param.grad), presence)
             return
         earlier = self.presence
         cast(OwnedTensor, self.param.grad).local.add_(local)
-        if earlier is not None and presence is not None:
+        self._presence = None
+        if earlier is not None:
             self._presence = (weakref.ref(self.param.grad), torch.maximum(earlier, presence))
-        else:
-            self._presence = None
+
+    def set_foreign_grad(self) -> None:
+        """On every other rank, a ``.grad`` without rows, the same one in every step."""
+        if self.param.grad is not None:
+            return
+        if self._foreign_grad is None or self._foreign_grad.dtype != self.dtype:
+            self._foreign_grad = self.owned.like(torch.empty_like(self.owned.local))
+        self.param.grad = self._foreign_grad
 
     @property
     def presence(self) -> Tensor | None:

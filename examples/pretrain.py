@@ -176,7 +176,7 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
     # One stream of batches for any number of ranks: each takes its rows of the global batch.
     generator = torch.Generator().manual_seed(options.seed)
     rows = rows_of_this_rank(options.batch)
-    bar = progress_bar(options, rank)
+    bar = ProgressBar(options, rank)
     log, begin, evaluating = [], time.perf_counter(), 0.0
     for step in range(1, options.steps + 1):
         ids = batches(text, options.batch, options.context, generator)[rows].to(device)
@@ -209,7 +209,7 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
     return log
 
 
-class progress_bar:
+class ProgressBar:
     """tqdm's on rank 0 where it is installed, else a line per evaluation."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:

@@ -1,7 +1,8 @@
 """Muon against AdamW on the text of examples/pretrain.py: learning rates, then decay and warm-up at the best of them.
 
-    python tools/study.py run [--part 0/2] [--out runs/study]      every run of one part, in one process
-    python tools/study.py report [--out runs/study]                tables, the plot and the best settings
+    python tools/study.py run --phase rates [--part 0/2] [--out runs/study]    one part of the sweep, in one process
+    python tools/study.py run --phase others [--part 0/2] [--out runs/study]   decay and warm-up, when that is done
+    python tools/study.py report [--out runs/study]                            tables and the plot
 
 Runs append to study-<part>.jsonl; what is there is not run again.
 """
@@ -35,11 +36,15 @@ WARMUPS = (10, 25, 50)
 DEFAULTS = {"weight_decay": 0.1, "warmup": 25}
 
 
-def runs(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Every setting: first the learning rates, then the rest around the best rate of what is done."""
+def rate_runs() -> Iterator[dict[str, Any]]:
+    """The sweep of the learning rates."""
     for optimizer, rates in RATES.items():
         for lr in rates:
             yield from ({"optimizer": optimizer, "lr": lr, "seed": seed, **DEFAULTS} for seed in SEEDS)
+
+
+def other_runs(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Decay and warm-up at the best rate of what is done."""
     for optimizer in RATES:
         lr = best(done, optimizer, DEFAULTS)
         for decay in DECAYS:
@@ -51,6 +56,8 @@ def runs(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def best(done: list[dict[str, Any]], optimizer: str, fixed: dict[str, float]) -> float:
     """The rate with the lowest mean held-out loss."""
     means = {lr: mean_loss(done, {"optimizer": optimizer, "lr": lr, **fixed})[0] for lr in RATES[optimizer]}
+    if float("inf") in means.values():
+        raise SystemExit(f"the learning rates of {optimizer} are not all done: run --phase rates for every part first")
     return min(means, key=lambda lr: means[lr])
 
 
@@ -70,17 +77,14 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         mesh = init_device_mesh("cuda" if cuda else "cpu", (1,))
-        phases = [runs([])] if options.phase == "rates" else [runs(read(options.out))]
-        for index, setting in enumerate(phases[0]):
+        settings = rate_runs() if options.phase == "rates" else other_runs(read(options.out))
+        for index, setting in enumerate(settings):
             if index % parts == part and not known(read(options.out), setting):
                 job = argparse.Namespace(**{**vars(options.defaults), **setting})
                 row = pretrain.train(job, mesh)[-1]
+                line = {**setting, "held_out_loss": row["held_out_loss"], "steps": job.steps}
                 with log.open("a") as file:
-                    file.write(
-                        json.dumps({**setting, "held_out_loss": row["held_out_loss"], "steps": job.steps}) + "\n"
-                    )
-            if options.phase == "rates" and index + 1 == sum(map(len, RATES.values())) * len(SEEDS):
-                break
+                    file.write(json.dumps(line) + "\n")
         dist.destroy_process_group()
 
 
@@ -135,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--part", default="0/1")
-    parser.add_argument("--phase", choices=["rates", "all"], default="all")
+    parser.add_argument("--phase", choices=["rates", "others"], default="rates")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     options = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from dmuon_core import NewtonSchulz, lr_scale, muon_update_
+from dmuon_core import NewtonSchulz, muon_update_
 from dmuon_core.newton_schulz import Backend
+from dmuon_core.optimizer import check_options
 from dmuon_core.update import LearningRate
 from dmuon_fsdp.comm.agree import agree_on
 from dmuon_fsdp.compat import local_tensor
@@ -28,6 +29,9 @@ from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Registration
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 from dmuon_fsdp.runtime.parameter import DedicatedParam
+
+# A group has its own algorithm's options; the check in core wants both.
+_OPTIONS_OF_THE_OTHER = {"momentum": 0.0, "adjust_lr_fn": None, "betas": (0.0, 0.0), "eps": 0.0}
 
 
 class Muon(Optimizer):
@@ -129,19 +133,12 @@ class Muon(Optimizer):
             raise ValueError(str(error)) from None
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
-        lr = group["lr"]
-        where = f"group {group['group_name']!r}"
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"{where}: lr as a tensor must have one element, got shape {tuple(lr.shape)}")
-        for key in ("lr", "weight_decay", "momentum", "eps"):
-            value = group.get(key, 0.0)
-            if not isinstance(value, Tensor) and not value >= 0:
-                raise ValueError(f"{where}: {key} must be >= 0, got {value!r}")
+        try:
+            check_options({**_OPTIONS_OF_THE_OTHER, **group})
+        except ValueError as error:
+            raise ValueError(f"group {group['group_name']!r}: {error}") from None
         if group["algorithm"] == "muon":
-            lr_scale(group["adjust_lr_fn"], 1, 1)
             self.newton_schulz.schedule(group["ns_steps"])
-        elif not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"{where}: betas must be in [0, 1), got {group['betas']!r}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -128,7 +128,7 @@ def plain(tensor):
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_memory_is_flat(ranks, checkpoint):
     """A pass that its own tensor hooks keep alive keeps every activation alive with it."""
     for early, late in ranks(2, measure_memory, checkpoint):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -67,6 +68,34 @@ def test_scalar_like_matrices_train_dedicated_or_left(ranks, world_size, dedicat
     kinds = ranks(world_size, scalar_like, dedicated)[0]
     for name in ("row.weight", "column.weight", "one.weight"):
         assert kinds[name].endswith("OwnedTensor" if dedicated else "DTensor") or kinds[name] == "Parameter"
+
+
+def save_load_and_go_on(folder):
+    """One step more after a plain save and load, beside the run that went straight on."""
+
+    def wrapping(model):
+        dmuon.dedicate_params(model, world_mesh(), lambda name, p: p.ndim == 2)
+        return fully_shard(model, mesh=world_mesh())
+
+    def loss(model, rank, step=0):
+        return model(inputs(rank, step))
+
+    twins = Twins(Scalars, wrapping=wrapping)
+    twins.optimizers()
+    twins.train(3, loss)
+    dcp.save({"model": twins.model.state_dict()}, checkpoint_id=folder)
+    with torch.no_grad():
+        for member in dmuon.owned_params(twins.model):
+            member.param.local.zero_()
+    state = {"model": twins.model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    twins.model.load_state_dict(state["model"])
+    twins.train(1, loss)
+    twins.check_weights()
+
+
+def test_scalar_like_matrices_survive_a_plain_save(ranks, tmp_path):
+    ranks(2, save_load_and_go_on, str(tmp_path))
 
 
 class Empty(nn.Module):

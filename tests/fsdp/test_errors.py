@@ -504,3 +504,21 @@ def registered_again():
 
 def test_a_layer_of_a_model_that_is_gone_can_be_dedicated_in_another(ranks):
     assert ranks(1, registered_again) == [14]
+
+
+def set_up_on_some_ranks_only():
+    plan = dmuon.dedicate_params(Toy(), world_mesh(), is_projection)
+    if dist.get_rank() == 1:
+        return "stayed away"
+    with pytest.raises(RuntimeError) as caught:
+        plan.bind()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_set_up_is_named(ranks):
+    """A collective that one rank never reaches must not wait for minutes and name nobody."""
+    said = ranks(3, set_up_on_some_ranks_only, group_timeout_s=2)
+    assert said[1] == "stayed away"
+    for message in (said[0], said[2]):
+        assert "plan.bind()) is collective: ranks [1] did not come to it within 2 s" in message
+        assert "every rank of the mesh" in message

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +40,7 @@ __all__ = [
     "coalescing",
     "contiguous_strides",
     "copy_all",
+    "default_store",
     "fsdp_controls",
     "get_parameter",
     "group_timeout",
@@ -208,6 +210,7 @@ class _RouteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 #
 # - `_coalescing_manager`: one NCCL group call for several collectives has no public spelling.
 # - a group's timeout can be given when it is made, but not read.
+# - the store behind `init_process_group`, where ranks can wait for each other by name.
 
 
 def coalescing(group: ProcessGroup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -215,6 +218,11 @@ def coalescing(group: ProcessGroup, device: torch.device) -> contextlib.Abstract
     return torch.distributed._coalescing_manager(  # type: ignore[attr-defined, no-any-return]
         group=group, device=device, async_ops=False
     )
+
+
+def default_store() -> Any:
+    """The store that all ranks of the default process group share."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def group_timeout(group: ProcessGroup, device_type: str) -> timedelta | None:

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from dmuon_fsdp.compat import default_store, group_timeout
+
+_PATIENCE = timedelta(minutes=10)  # where the group does not say how long its collectives may take
+
+
+def meet(call: str, group: ProcessGroup, device_type: str) -> None:
+    """Wait in the store until every rank of ``group`` makes this call as often as this rank has.
+
+    A collective that some ranks never reach waits as long and says less: here the absent ranks have names.
+
+    Raises:
+        RuntimeError: some ranks did not come within the group's timeout.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return
+    me, store = dist.get_rank(), default_store()
+    place = f"dmuon/{'.'.join(map(str, ranks))}/{call}"
+    count = store.add(f"{place}/count/{me}", 1)
+    keys = {rank: f"{place}/{count}/{rank}" for rank in ranks}
+    store.set(keys[me], "here")
+    patience = group_timeout(group, device_type) or _PATIENCE
+    try:
+        store.wait(list(keys.values()), patience)
+    except RuntimeError:
+        store.add(f"{place}/count/{me}", -1)
+        absent = [rank for rank, key in keys.items() if not store.check([key])]
+        raise RuntimeError(
+            f"{call} is collective: ranks {absent} did not come to it within {patience.total_seconds():g} s; make the "
+            f"same calls on every rank of the mesh"
+        ) from None
 
 
 def agree_on(digest: str, lines: Sequence[str], group: ProcessGroup, *, what: str = "what is dedicated") -> None:

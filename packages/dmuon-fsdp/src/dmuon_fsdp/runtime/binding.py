@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from dmuon_fsdp.comm.agree import agree_on
+from dmuon_fsdp.comm.agree import agree_on, meet
 from dmuon_fsdp.comm.groups import make_group
 from dmuon_fsdp.compat import Cover
 from dmuon_fsdp.planning.names import canonical, named_places, unwrap_data_parallel
@@ -34,6 +34,9 @@ from dmuon_fsdp.runtime.traffic import Traffic
 
 _log = logging.getLogger("dmuon.planning")
 _NOTABLE_IMBALANCE = 1.05
+
+
+_SETTING_UP = "setting up dedicated parameters (the first fully_shard, dmuon.Muon or plan.bind())"
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Registration:
     def _bind(self, dedication: Dedication) -> None:
         self._covering = None
         plan = dedication.assignment()
+        meet(_SETTING_UP, dedication.mesh.get_group(), dedication.mesh.device_type)
         process_group = make_group(dedication.mesh, dedication.process_group_policy)
         agree_on(plan.digest(), plan.lines(), process_group)
         dedication.process_group = process_group

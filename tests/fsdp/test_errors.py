@@ -522,3 +522,8 @@ def test_a_rank_that_does_not_set_up_is_named(ranks):
     for message in (said[0], said[2]):
         assert "plan.bind()) is collective: ranks [1] did not come to it within 2 s" in message
         assert "every rank of the mesh" in message
+
+
+def test_no_model_at_all():
+    with pytest.raises(ValueError, match="was given no model"):
+        dmuon.Muon([])

@@ -200,21 +200,40 @@ class Muon(Optimizer):
         return cast(Tensor, state["momentum_buffer"])
 
 
-def adamw_step(parameters: Sequence[Tensor], group: Group, state: MutableMapping[Tensor, Any]) -> None:
-    """torch.optim.AdamW's update and state on ``parameters``, which have gradients."""
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def adamw_step(
+    parameters: Sequence[Tensor],
+    group: Group,
+    state: MutableMapping[Tensor, Any],
+    *,
+    local: Callable[[Tensor], Tensor] = _itself,
+    fused: bool | None = None,
+) -> None:
+    """torch.optim.AdamW's update and state on ``parameters``, which have gradients.
+
+    Args:
+        local: what to compute on in place of a parameter, its gradient or its state: the shard of a sharded one. The
+            update is elementwise, so shards alone give what the whole would.
+        fused: as torch.optim.AdamW's; True needs every ``local(parameter)`` on one GPU.
+    """
     for parameter in parameters:
         if not state[parameter]:
-            state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+            device = local(parameter).device if fused else torch.device("cpu")
+            state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
     beta1, beta2 = group["betas"]
     adamw(
-        list(parameters),
-        [cast(Tensor, p.grad) for p in parameters],
-        [state[p]["exp_avg"] for p in parameters],
-        [state[p]["exp_avg_sq"] for p in parameters],
+        [local(p) for p in parameters],
+        [local(cast(Tensor, p.grad)) for p in parameters],
+        [local(state[p]["exp_avg"]) for p in parameters],
+        [local(state[p]["exp_avg_sq"]) for p in parameters],
         [],
         [state[p]["step"] for p in parameters],
+        fused=fused,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

@@ -1,4 +1,4 @@
-"""DMuon: Muon under FSDP2 at the cost of AdamW. Three lines: ``dedicate_params``, ``fully_shard``, ``Muon``."""
+"""DMuon: Muon under FSDP2, one owner per matrix. Three lines: ``dedicate_params``, ``fully_shard``, ``Muon``."""
 
 from dmuon_core import (
     KELLER,

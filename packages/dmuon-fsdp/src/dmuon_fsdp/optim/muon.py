@@ -13,12 +13,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from dmuon_core import NewtonSchulz, muon_update_
 from dmuon_core.newton_schulz import Backend
-from dmuon_core.optimizer import check_options
+from dmuon_core.optimizer import adamw_step, check_options
 from dmuon_core.update import LearningRate
 from dmuon_fsdp.comm.agree import agree_on
 from dmuon_fsdp.compat import local_tensor
@@ -78,6 +77,8 @@ class Muon(Optimizer):
         unsynchronized: Literal["average"] | None = None,
     ) -> None:
         models = [model] if isinstance(model, nn.Module) else list(model)
+        if not models:
+            raise ValueError("dmuon.Muon was given no model: give the model, or a list of at least one")
         self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else NewtonSchulz(ns_backend)
         if not isinstance(momentum_dtype, torch.dtype) or not momentum_dtype.is_floating_point:
             raise ValueError(f"momentum_dtype must be a floating torch.dtype, got {momentum_dtype!r}")
@@ -204,35 +205,7 @@ class Muon(Optimizer):
 
     def _adamw_step(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         for batch in _by_device(parameters):
-            self._adamw_batch(batch, group)
-
-    def _adamw_batch(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        fused = _local(parameters[0]).device.type == "cuda"
-        for parameter in parameters:
-            if not self.state[parameter]:
-                step_device = _local(parameter).device if fused else torch.device("cpu")
-                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        # Elementwise: the shards alone give what the whole would, without a DTensor's cost per operator.
-        adamw(
-            [_local(p) for p in parameters],
-            [_local(cast(Tensor, p.grad)) for p in parameters],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=fused or None,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+            adamw_step(batch, group, self.state, local=_local, fused=_on_cuda(batch[0]) or None)
 
 
 def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:
@@ -243,6 +216,10 @@ def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedPar
             f"(any more): where load_state_dict(assign=True) or to() replaced it, make dmuon.Muon(model) after that"
         )
     return [known[parameter] for parameter in group["params"]]
+
+
+def _on_cuda(parameter: Tensor) -> bool:
+    return _local(parameter).device.type == "cuda"
 
 
 def _local(tensor: Tensor) -> Tensor:

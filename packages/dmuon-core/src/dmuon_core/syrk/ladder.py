@@ -150,7 +150,7 @@ class KernelChoice:
             KernelUnavailableError: the named backend cannot run there.
         """
         if device not in self._ladders:
-            if not _computes(device):
+            if not computes(device):
                 return (Loaded(TORCH, torch_syrk),)
             self._ladders[device] = _climb(device) if self.name == "auto" else (_named(self.name, device),)
         return self._ladders[device]
@@ -181,12 +181,17 @@ class KernelChoice:
         # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.
         return {"name": self.name, "launches": Counter(), "ran": {}, "_ladders": {}}
 
+    @property
+    def epoch(self) -> int:
+        """Changes where the same operands may now go to another kernel."""
+        return 0
+
     def expected(self, device: torch.device) -> SyrkSpec:
         """The backend at the top of the ladder on ``device``."""
         return self.ladder(device)[0].spec
 
 
-def _computes(device: torch.device) -> bool:
+def computes(device: torch.device) -> bool:
     """Whether tensors there have values now, so that a kernel can be checked and run: not on meta, not faked."""
     return device.type != "meta" and type(torch.empty(0)) is Tensor
 

@@ -110,7 +110,7 @@ class NewtonSchulz:
         self._batches: dict[tuple[Stack, ...], list[Batch]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self.schedule()
-        self.kernel = KernelChoice.of(kernel)
+        self.kernel = KernelChoice.of(kernel, deterministic=deterministic)
 
     def schedule(self, ns_steps: int | None = None, coefficients: CoefficientsLike = None) -> Schedule:
         """The steps of a call; None means this object's own value.

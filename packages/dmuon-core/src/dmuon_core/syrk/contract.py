@@ -16,9 +16,10 @@ Legend: B matrices, M rows, K columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -89,6 +90,11 @@ class SyrkSpec:
     rejects: Callable[[Tensor, Tensor | None, Tensor | None], str | None] = accept_all
     configs: Callable[[Tensor, Tensor | None, Tensor | None], Sequence[str]] = one_config
     predict: Callable[[int, int, int, torch.device], float | None] = no_prediction
+
+
+def with_config(fn: SyrkFn, config: str | None) -> SyrkFn:
+    """``fn`` in one of its backend's ``configs``, None for its own choice."""
+    return fn if config is None else cast(SyrkFn, functools.partial(cast(Any, fn), config=config))
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -119,7 +119,9 @@ def variants(arguments: argparse.Namespace) -> dict[str, NewtonSchulz]:
     return named
 
 
-def row(shape: tuple[int, int, int], dtype: torch.dtype, named: dict[str, NewtonSchulz], rounds: int) -> dict[str, float]:
+def row(
+    shape: tuple[int, int, int], dtype: torch.dtype, named: dict[str, NewtonSchulz], rounds: int
+) -> dict[str, float]:
     x_BMN = torch.randn(shape, device="cuda").to(dtype)
     runs: dict[str, Callable[[], object]] = {}
     for name, ns in named.items():

@@ -26,7 +26,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from dmuon_core import workspace
+from dmuon_core import ops, workspace
 from dmuon_core.batching import Batch, Stack, by_shape, by_short_side
 from dmuon_core.coefficients import CoefficientsLike, Triple, as_coefficients
 from dmuon_core.env import read_settings
@@ -111,6 +111,17 @@ class NewtonSchulz:
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self.schedule()
         self.kernel = KernelChoice.of(kernel, deterministic=deterministic)
+        self.signature = ops.Signature(
+            backend,
+            self.kernel.name,
+            self.coefficients.triples,
+            self.coefficients.repeats,
+            self.restart_iterations,
+            dtype,
+            deterministic,
+            workspace_mib,
+        )
+        self._number = ops.enlist(self)
 
     def schedule(self, ns_steps: int | None = None, coefficients: CoefficientsLike = None) -> Schedule:
         """The steps of a call; None means this object's own value.
@@ -146,6 +157,8 @@ class NewtonSchulz:
             ValueError: x has fewer than two dimensions or is not real floating point.
         """
         check_matrices(x)
+        if torch.compiler.is_compiling():
+            return ops.call(x, self.signature, self.ns_steps if ns_steps is None else ns_steps, self._number)
         return self._orthogonalize(x, self.schedule(ns_steps), x.dtype)
 
     def orthogonalize(self, x: Tensor, schedule: Schedule) -> Tensor:
@@ -222,6 +235,10 @@ class NewtonSchulz:
             return iterate_wide(x_BMN, schedule.segments, products)
         (y_BMN,) = iterate(self.backend, (x_BMN,), schedule.segments, products)
         return y_BMN
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._number = ops.enlist(self)
 
     def __repr__(self) -> str:
         return (

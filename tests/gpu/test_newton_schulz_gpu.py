@@ -147,6 +147,14 @@ def test_two_streams_have_memory_of_their_own():
     assert all(torch.equal(y, want[i]) for i, results in enumerate(got) for y in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_scalar_is_not_rounded_before_it_is_added(dtype):
+    """A rounded ``a`` is one error in all of Q and none in W·R."""
+    x = torch.randn(1000, device="cuda").to(dtype)
+    for a in (8.287212 / 1.05, 4.107059 / 1.05, 3.9486908):
+        assert torch.equal(x.clone().add_(a), (x.float() + a).to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-20, 1.0, 1e4, 1e20, 3e38])
 def test_normalizing_over_the_whole_range(scale, dtype):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dmuon_core.compat import norms_in_fp64
+
 _EXPONENT_LIMIT = {torch.float32: 126, torch.float64: 1022}
 _SMALLEST_NORM = 1e-300  # below any norm of fp32 numbers but zero's, which it makes 0 · 1e300 = 0
 
@@ -60,8 +62,7 @@ def normalize_into(matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         outs: the same shapes, in the dtype of the result.
     """
     singles_MN = [x_MN for x_BMN in matrices for x_MN in x_BMN.unbind(0)]
-    norms_B = torch.stack(torch._foreach_norm(singles_MN, 2, torch.float64))
-    inverses_B = norms_B.clamp_min_(_SMALLEST_NORM).reciprocal_()
+    inverses_B = norms_in_fp64(singles_MN).clamp_min_(_SMALLEST_NORM).reciprocal_()
     counts = [x_BMN.shape[0] for x_BMN in matrices]
     for x_BMN, out_BMN, inverse_B in zip(matrices, outs, inverses_B.split(counts), strict=True):
         torch.mul(x_BMN, inverse_B[:, None, None], out=out_BMN)

@@ -168,8 +168,8 @@ class Buffers:
 
     def plus_identity(self, z: Tensor, a: float) -> Tensor:
         q_BMM = self._square().copy_(z)
-        diagonal_BM = q_BMM.diagonal(dim1=-2, dim2=-1)
-        diagonal_BM.copy_(diagonal_BM.float() + a)
+        # On a GPU the scalar enters in fp32 and the sum is rounded once.
+        q_BMM.diagonal(dim1=-2, dim2=-1).add_(a)
         return q_BMM
 
     def apply(self, q: Tensor, xs: Sequence[Tensor], *, beta: float = 0.0) -> Sequence[Tensor]:

@@ -74,8 +74,10 @@ def tune(
             for operands in _variants(*shape, dtype, where):
                 best = _fastest(operands, backends)
                 if best is not None:
-                    found[operands_key(operands.a, operands.b, operands.c)] = best
-    verdicts.add(where, found, keep=keep)
+                    key = operands_key(operands.a, operands.b, operands.c)
+                    found[key] = best
+                    # One by one, so that an interrupted run keeps what it measured.
+                    verdicts.add(where, {key: best}, keep=keep)
     return found
 
 

@@ -10,6 +10,7 @@ Legend: B matrices, M rows, K columns, as in ``dmuon_core.syrk.contract``.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -72,8 +73,17 @@ def machine(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{device.type} · {_versions()}"
     properties = torch.cuda.get_device_properties(device)
-    driver = torch._C._cuda_getDriverVersion() // 1000  # type: ignore[attr-defined]
-    return f"{_hardware(device)} · SM{properties.major}{properties.minor} · driver {driver} · {_versions()}"
+    return f"{_hardware(device)} · SM{properties.major}{properties.minor} · {_driver()} · {_versions()}"
+
+
+def _driver() -> str:
+    """The major version of CUDA that the driver speaks; torch has no public name for it."""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return "driver unknown"
+    return "driver unknown" if failed else f"driver CUDA {version.value // 1000}"
 
 
 def _hardware(device: torch.device) -> str:

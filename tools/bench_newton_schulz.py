@@ -113,6 +113,9 @@ def variants(arguments: argparse.Namespace) -> dict[str, NewtonSchulz]:
     named = {"eager": eager, "graph": NewtonSchulz(workspace_mib=arguments.mib)}
     for kernel in arguments.kernels:
         named[f"gpu {kernel}"] = NewtonSchulz(kernel=kernel, workspace_mib=arguments.mib)
+    gram = NewtonSchulz(workspace_mib=arguments.mib)
+    gram.form = lambda m, n: "gram"  # type: ignore[method-assign]
+    named["gpu gram"] = gram
     named["gpu direct"] = NewtonSchulz("direct", workspace_mib=arguments.mib)
     for mib in arguments.budgets:
         named[f"gpu {mib} MiB"] = NewtonSchulz(workspace_mib=mib)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from dmuon_core import POLAR_EXPRESS, NewtonSchulz, muon_update_, newton_schulz, workspace
+from dmuon_core import POLAR_EXPRESS, NewtonSchulz, get_ns_backend, muon_update_, newton_schulz, workspace
 from dmuon_core.batching import Piece, Stack, by_shape, by_short_side, padded, workspace_bytes
 from dmuon_core.iteration import FreshArithmetic, iterate
 from dmuon_core.normalize import normalize, normalize_into
@@ -41,7 +41,7 @@ def test_the_workspace_computes_the_polynomial(shape, form):
         verdict = judge(one, result, POLAR_EXPRESS.triples)
         assert verdict.error <= 0.02, verdict
         assert verdict.sigma_max <= verdict.sigma_bound
-    assert ns.kernel.launches.total() == (14 if form == "gram" else 10)
+    assert ns.kernel.launches.total() == (14 if ns.form(min(shape), max(shape)) == "gram" else 10)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -166,3 +166,22 @@ def test_a_workspace_must_be_positive():
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="workspace_mib must be positive"):
             NewtonSchulz(workspace_mib=wrong)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_square_matrices_take_the_direct_form_and_are_the_more_accurate():
+    """20 m³ against 22 m³, and an error of 0.001 against 0.014 on Gaussian input."""
+    ns = NewtonSchulz()
+    assert [ns.form(100, n) for n in (100, 120, 124, 400)] == ["direct", "direct", "gram", "gram"]
+    assert NewtonSchulz("direct").form(100, 400) == "direct"
+    x = gaussian(256, 256)
+    assert judge(x, ns(x), POLAR_EXPRESS.triples).error <= 0.002
+    assert get_ns_backend(ns).startswith("Gram and direct NS · kernel=torch")
+    ns(gaussian(32, 64))
+    assert get_ns_backend(ns).startswith("Gram and direct NS · kernel=torch")
+
+
+def test_forms_do_not_share_a_batch():
+    stacks = [stack(2, 64, 64), stack(2, 64, 256)]
+    batches = by_short_side(stacks, budget=2**30, sms=lambda device: 132, form=NewtonSchulz().form)
+    assert batches == [(Piece(0, 0, 2),), (Piece(1, 0, 2),)]

@@ -62,7 +62,7 @@ def test_gaussian_error(kernel):
     ns = orthogonalizer("gram", kernel)
     for shape in ((256, 768), (512, 512), (768, 256)):
         x = matrix("gaussian", shape)
-        assert judge(x, ns(x.cuda()).cpu(), ns.schedule().triples).error <= 0.01
+        assert judge(x, ns(x.cuda()).cpu(), ns.schedule().triples).error <= 0.004
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -66,16 +66,23 @@ def by_shape(stacks: Sequence[Stack]) -> list[Batch]:
     return _grouped(stacks, lambda stack: (stack.short, stack.long, stack.dtype, stack.device))
 
 
-def by_short_side(stacks: Sequence[Stack], *, budget: int, sms: Callable[[torch.device], int]) -> list[Batch]:
-    """Batches of equal short side, since the M×M recurrence does not see the long one.
+def by_short_side(
+    stacks: Sequence[Stack],
+    *,
+    budget: int,
+    sms: Callable[[torch.device], int],
+    form: Callable[[int, int], str] = lambda m, n: "gram",
+) -> list[Batch]:
+    """Batches of equal short side and form, since the M×M recurrence does not see the long side.
 
     Args:
         stacks: what there is.
+        form: which form of Newton-Schulz [m, n] matrices take.
         budget: bytes of workspace that a batch may take; a single matrix may take more.
         sms: the streaming multiprocessors of a device. Batches under the budget are as large as fills whole waves.
     """
     batches: list[Batch] = []
-    for group in _grouped(stacks, lambda stack: (stack.short, stack.device)):
+    for group in _grouped(stacks, lambda stack: (stack.short, form(stack.short, stack.long), stack.device)):
         ordered = sorted(group, key=lambda piece: -stacks[piece.stack].long)
         first = stacks[ordered[0].stack]
         batches.extend(_cut(ordered, stacks, budget, first.short, sms(first.device)))

@@ -29,6 +29,7 @@ from torch import Tensor
 from dmuon_core import ops, workspace
 from dmuon_core.batching import Batch, Stack, by_shape, by_short_side
 from dmuon_core.coefficients import CoefficientsLike, Triple, as_coefficients
+from dmuon_core.cost import newton_schulz_flops
 from dmuon_core.env import read_settings
 from dmuon_core.iteration import HALVES, Backend, FreshArithmetic, iterate, iterate_wide
 from dmuon_core.normalize import normalize
@@ -63,7 +64,8 @@ class NewtonSchulz:
     """Orthogonalizes matrices: a callable on ``[..., m, n]``.
 
     Args:
-        backend: ``"gram"`` or ``"direct"``.
+        backend: ``"gram"`` or ``"direct"``. On a GPU in half precision, matrices that are square or nearly so take the
+            direct form either way, which costs less there and is the more accurate one; not where deterministic.
         kernel: SYRK backend; ``"auto"`` takes the best on the device, a name never falls back.
         coefficients: see :func:`dmuon_core.as_coefficients`; None is Polar Express.
         restart_iterations: steps after which the Gram form restarts; None derives them from the coefficients. The
@@ -106,6 +108,7 @@ class NewtonSchulz:
         self.deterministic = deterministic
         self.ns_steps = ns_steps
         self.workspace_mib = workspace_mib
+        self.forms: set[Backend] = set()
         self._graphs = read_settings().ns_cuda_graph
         self._batches: dict[tuple[Stack, ...], list[Batch]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
@@ -183,6 +186,14 @@ class NewtonSchulz:
             y_BMN = self._fresh(x_BMN, schedule).to(dtype)
         return (y_BMN.mT if tall else y_BMN).reshape(x.shape)
 
+    def form(self, m: int, n: int) -> Backend:
+        """The form that [m, n] matrices, m ≤ n, take in a workspace: of the two the one with less work."""
+        if self.backend == "direct":
+            return "direct"
+        segments = [len(segment) for segment in self.schedule().segments]
+        gram, direct = (newton_schulz_flops(m, n, backend=form, segments=segments) for form in get_args(Backend))
+        return "gram" if gram < direct else "direct"
+
     def batches(self, stacks: Sequence[Stack]) -> list[Batch]:
         """How :meth:`factors` is to be called for ``stacks``, each matrix once."""
         key = tuple(stacks)
@@ -190,7 +201,7 @@ class NewtonSchulz:
             on_gpu = [i for i, stack in enumerate(stacks) if self._has_workspace(stack.device)]
             others = [i for i in range(len(stacks)) if i not in set(on_gpu)]
             budget = self.workspace_mib * 2**20
-            merged = by_short_side([stacks[i] for i in on_gpu], budget=budget, sms=_multiprocessors)
+            merged = by_short_side([stacks[i] for i in on_gpu], budget=budget, sms=_multiprocessors, form=self.form)
             equal = by_shape([stacks[i] for i in others])
             self._batches[key] = [_renumbered(b, on_gpu) for b in merged] + [_renumbered(b, others) for b in equal]
         return self._batches[key]
@@ -205,9 +216,11 @@ class NewtonSchulz:
         """
         device = matrices[0].device
         if self._has_workspace(device):
+            form = self.form(*matrices[0].shape[1:])
+            self.forms.add(form)
             with workspace.factors(
                 matrices,
-                form=self.backend,
+                form=form,
                 segments=schedule.segments,
                 dtype=self.dtype,
                 kernel=self.kernel,

@@ -121,9 +121,7 @@ def finish(
             lower_TU = (rows_T[:, None] < M) & (rows_T[:, None] >= cols_U[None, :])
             d_item = d + item.to(tl.int64) * d_sb
             tl.store(d_item + rows_T[:, None] * d_sm + cols_U[None, :], d_TU, mask=lower_TU)
-            tl.store(
-                d_item + cols_U[:, None] * d_sm + rows_T[None, :], tl.trans(d_TU), mask=tl.trans(lower_TU)
-            )
+            tl.store(d_item + cols_U[:, None] * d_sm + rows_T[None, :], tl.trans(d_TU), mask=tl.trans(lower_TU))
 
 
 @triton.jit
@@ -133,7 +131,8 @@ def partial_offsets(unit, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHUNK: tl.
     return unit.to(tl.int64) * (TILE_M * TILE_N) + in_chunk_TU
 
 
-@triton.jit
+# Counts of tiles and strides of scalars: their divisibility would only multiply the variants.
+@triton.jit(do_not_specialize=["whole", "units", "alpha_sb", "beta_sb"])
 def syrk_tma_kernel(
     a_desc,  # [B, M, K] in blocks [1, T, K], or [B, K, M] in blocks [1, K, T] without A_K_MAJOR
     b_desc,  # likewise, with S; None for a_desc
@@ -180,7 +179,7 @@ def syrk_tma_kernel(
     steps = tl.cdiv(K, TILE_K)
     for visit in tl.range(tl.program_id(0), units, tl.num_programs(0), num_stages=1):
         # UNIT_STEP, prime to ``units``, permutes the order. The result must not depend on it.
-        unit = visit if UNIT_STEP == 1 else (visit.to(tl.int64) * UNIT_STEP % units).to(tl.int32)
+        unit = visit if UNIT_STEP == 1 else (visit * UNIT_STEP) % units
         if SPLIT == 1:
             tile, part, parts = unit, 0, 1
         else:

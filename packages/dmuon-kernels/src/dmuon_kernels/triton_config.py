@@ -44,6 +44,7 @@ class TmaConfig:
         group: squares in a band of the order in which the tiles are visited.
         split: parts of the sum over K that different programs compute. The bits depend on it.
         tail: split only the tiles beyond the last multiple of the number of multiprocessors.
+        persistent: as many programs as run at once, which loop over the tiles, instead of one for every tile.
     """
 
     tile_m: int
@@ -55,13 +56,14 @@ class TmaConfig:
     group: int = 8
     split: int = 1
     tail: bool = False
+    persistent: bool = False
 
     @property
     def label(self) -> str:
         """A name that :func:`parse_config` reads."""
         tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
-        split = f"-k{self.split}{'t' if self.tail else ''}"
-        return f"tma-{tile}-w{self.warps}-s{self.stages}-u{self.chunk}-g{self.group}{split}"
+        order = f"g{self.group}-k{self.split}{'t' if self.tail else ''}{'-p' if self.persistent else ''}"
+        return f"tma-{tile}-w{self.warps}-s{self.stages}-u{self.chunk}-{order}"
 
     @property
     def programs_per_sm(self) -> int:
@@ -78,10 +80,8 @@ class TmaConfig:
 
 AnyConfig = TritonConfig | TmaConfig
 
-_LABEL = re.compile(
-    r"pointer-(?P<m>\d+)x(?P<k>\d+)-w(?P<w>\d+)-s(?P<s>\d+)"
-    r"|tma-(?P<tm>\d+)x(?P<tn>\d+)x(?P<tk>\d+)-w(?P<tw>\d+)-s(?P<ts>\d+)-u(?P<u>\d+)-g(?P<g>\d+)-k(?P<p>\d+)(?P<t>t?)"
-)
+_POINTER_LABEL = re.compile(r"pointer-(\d+)x(\d+)-w(\d+)-s(\d+)")
+_TMA_LABEL = re.compile(r"tma-(\d+)x(\d+)x(\d+)-w(\d+)-s(\d+)-u(\d+)-g(\d+)-k(\d+)(t?)(-p)?")
 
 
 def parse_config(label: str) -> AnyConfig:
@@ -90,13 +90,18 @@ def parse_config(label: str) -> AnyConfig:
     Raises:
         ValueError: it is no label of a configuration.
     """
-    match = _LABEL.fullmatch(label)
+    match = _POINTER_LABEL.fullmatch(label)
+    if match is not None:
+        tile_m, tile_k, warps, stages = map(int, match.groups())
+        return TritonConfig(tile_m, tile_k, warps, stages)
+    match = _TMA_LABEL.fullmatch(label)
     if match is None:
         raise ValueError(f"{label!r} names no Triton configuration")
-    if match["m"]:
-        return TritonConfig(*(int(match[name]) for name in ("m", "k", "w", "s")))
-    numbers = (int(match[name]) for name in ("tm", "tn", "tk", "tw", "ts", "u", "g", "p"))
-    return TmaConfig(*numbers, tail=bool(match["t"]))
+    *numbers, tail, persistent = match.groups()
+    tile_m, tile_n, tile_k, warps, stages, chunk, group, split = map(int, numbers)
+    return TmaConfig(
+        tile_m, tile_n, tile_k, warps, stages, chunk, group, split, tail=bool(tail), persistent=bool(persistent)
+    )
 
 
 # Every entry fits the 99 kB of shared memory of SM86 and SM89, and spills no registers for the operands that get it.
@@ -135,8 +140,52 @@ def count_tiles(config: AnyConfig, m: int, batch: int) -> int:
     return batch * (rows * (rows + 1) // 2) * (side // config.tile_m) * (side // wide)
 
 
+_TMA_TINY = TmaConfig(64, 64, 128, warps=4, stages=3, group=4)
+_TMA_TINY_SPLIT = TmaConfig(64, 64, 64, warps=4, stages=4, group=4, split=3)
+_TMA_FLAT = TmaConfig(64, 128, 64, warps=4, stages=4)
+_TMA_FLAT_LOOP = TmaConfig(64, 128, 64, warps=4, stages=4, persistent=True)
+_TMA_FLAT_DEEP = TmaConfig(64, 128, 128, warps=4, stages=3)
+# Chunks of 64 columns would spill with C and M-major operands.
+_TMA_TAIL = TmaConfig(128, 128, 64, warps=4, stages=3, chunk=32, split=4, tail=True)
+_TMA_PAIR = TmaConfig(128, 128, 64, warps=4, stages=3, chunk=128)
+_TMA_PAIR_LOOP = TmaConfig(128, 128, 64, warps=4, stages=3, persistent=True)
+_TMA_PAIR_LOOP_WHOLE = TmaConfig(128, 128, 64, warps=4, stages=3, chunk=128, persistent=True)
+_TMA_LONG = TmaConfig(128, 128, 64, warps=4, stages=5)
+_TMA_LONG_LOOP = TmaConfig(128, 128, 64, warps=4, stages=4, persistent=True)
+_TMA_WIDE = TmaConfig(128, 256, 64, warps=8, stages=3, group=4)
+
+_FEW = 2
+"""Products in a batch that leave most of the multiprocessors idle up to M = 2048."""
+_LONG = 4096
+"""Columns from which the pipeline counts for more than the store, and a split sum for more than its addition."""
+
+
 def choose_tma_config(m: int, k: int, batch: int) -> TmaConfig | None:
     """The configuration with descriptors for ``batch`` products of M rows and K columns; None for tiny ones."""
     if m <= _TINY.tile_m:
         return None
-    return TmaConfig(128, 128, 64, warps=4, stages=3)
+    if m <= 512:
+        return _TMA_TINY if batch <= _FEW else _TMA_FLAT
+    if m <= 1024:
+        if batch <= _FEW:
+            return _TMA_FLAT_DEEP
+        return _TMA_LONG if k >= _LONG else _TMA_PAIR
+    if m <= 2048:
+        if batch <= _FEW:
+            return _TMA_TAIL if k >= _LONG else _TMA_FLAT_LOOP
+        return _TMA_LONG if k >= _LONG else _TMA_PAIR
+    if m >= 8192:
+        return _TMA_WIDE
+    return _TMA_LONG_LOOP if k >= 2 * _LONG else _TMA_PAIR_LOOP
+
+
+def tma_candidates(m: int, batch: int) -> tuple[TmaConfig, ...]:
+    """The configurations with descriptors that are worth timing for ``batch`` products of M rows."""
+    if m <= _TINY.tile_m:
+        return ()
+    if m <= 512:
+        few = (_TMA_TINY_SPLIT,) if batch <= _FEW else (_TMA_LONG,)
+        return (_TMA_TINY, _TMA_FLAT, _TMA_FLAT_DEEP, *few)
+    if m <= 2048 and batch <= _FEW:
+        return (_TMA_FLAT_DEEP, _TMA_FLAT, _TMA_FLAT_LOOP, _TMA_TAIL, _TMA_PAIR)
+    return (_TMA_FLAT, _TMA_PAIR, _TMA_PAIR_LOOP, _TMA_PAIR_LOOP_WHOLE, _TMA_LONG, _TMA_LONG_LOOP, _TMA_WIDE)

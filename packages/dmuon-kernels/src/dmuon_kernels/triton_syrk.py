@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dmuon_core.syrk.contract import Scalar, check_operands, check_scalars
 from dmuon_kernels.arrivals import arrival_counters
-from dmuon_kernels.probes import SM90, triton_rejects
+from dmuon_kernels.probes import has_tma, tma_complaint, triton_rejects
 from dmuon_kernels.tma_kernel import syrk_tma_kernel
 from dmuon_kernels.triton_config import (
     AnyConfig,
@@ -137,16 +137,11 @@ def _launch(x: _Operands, config: AnyConfig | None, sms: int | None, tile_step: 
 
 def _choose(x: _Operands) -> AnyConfig:
     batch, m, k = x.a.shape
-    if _has_tma(x.d.device) and tma_complaint(x.a, x.b, x.c, x.d) is None:
+    if has_tma(x.d.device) and tma_complaint(x.a, x.b, x.c, x.d) is None:
         config = choose_tma_config(m, k, batch)
         if config is not None:
             return config
     return choose_config(x.a.dtype, m, k, batch, aligned=_all_aligned(x))
-
-
-@functools.cache
-def _has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == SM90
 
 
 @functools.cache
@@ -205,32 +200,6 @@ def _is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(number % 8 == 0 for number in sizes_and_strides)
 
 
-def tma_complaint(a_BMK: Tensor, b_BMK: Tensor | None, c_BMM: Tensor | None, d_BMM: Tensor) -> str | None:
-    """Why tensor descriptors do not describe these operands, or None.
-
-    A and B may be K- or M-major, C and D are row-major; rows start at multiples of 16 bytes.
-    """
-    if a_BMK.shape[-1] == 0:
-        return "takes no K of 0"
-    for name, x in (("a", a_BMK), ("b", b_BMK), ("c", c_BMM), ("out", d_BMM)):
-        if x is None:
-            continue
-        major = _by_rows(x) if name in ("a", "b") else x
-        if major.stride(-1) != 1 or not _starts_rows_at_16_bytes(major):
-            return f"takes {name} with rows at multiples of 16 bytes, got strides {tuple(x.stride())}"
-    return None
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """x or its transpose: the one with stride 1 along the last dimension."""
-    return x if x.stride(-1) == 1 else x.mT
-
-
-def _starts_rows_at_16_bytes(x: Tensor) -> bool:
-    in_bytes = [stride * x.element_size() for size, stride in zip(x.shape, x.stride()[:-1], strict=False) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in in_bytes)
-
-
 def _launch_tma(x: _Operands, config: TmaConfig, sms: int | None, tile_step: int) -> None:
     complaint = tma_complaint(x.a, x.b, x.c, x.d)
     if complaint is not None:
@@ -243,7 +212,7 @@ def _launch_tma(x: _Operands, config: TmaConfig, sms: int | None, tile_step: int
     b = x.a if x.b is None else x.b
     one_descriptor = x.b is None and config.tile_m == config.tile_n
     c_desc = None if x.c is None else _describe(x.c, config.tile_m, config.chunk)
-    syrk_tma_kernel[(min(units, sms * config.programs_per_sm if sms else _LARGEST_GRID),)](
+    syrk_tma_kernel[(_programs(x.d.device, config, units, sms),)](
         _describe_factor(x.a, config.tile_m, config.tile_k),
         None if one_descriptor else _describe_factor(b, config.tile_n, config.tile_k),
         c_desc,
@@ -283,6 +252,12 @@ def _launch_tma(x: _Operands, config: TmaConfig, sms: int | None, tile_step: int
         num_warps=config.warps,
         enable_fp_fusion=True,
     )
+
+
+def _programs(device: torch.device, config: TmaConfig, units: int, sms: int | None) -> int:
+    if config.persistent:
+        sms = min(sms or _multiprocessors(device), _multiprocessors(device))
+    return units if sms is None else min(units, sms * config.programs_per_sm)
 
 
 def _workspace(device: torch.device, config: TmaConfig, split_tiles: int) -> tuple[Tensor | None, Tensor | None]:

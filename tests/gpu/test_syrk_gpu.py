@@ -124,7 +124,8 @@ def test_every_configuration_with_descriptors(config, sms):
 def test_every_quack_configuration(config):
     fn = functools.partial(_available("quack").load(), config=config.label)
     run_syrk_case(fn, SyrkCase(808, 200, torch.bfloat16, (2,), c="lower", out="c", beta=0.5), CUDA)
-    run_syrk_case(fn, SyrkCase(808, 520, torch.float16, (2,), "transposed"), CUDA)
+    if config.takes_m_major:
+        run_syrk_case(fn, SyrkCase(808, 520, torch.float16, (2,), "transposed"), CUDA)
 
 
 def test_split_sums_on_two_streams_and_in_two_graphs():

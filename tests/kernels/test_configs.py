@@ -7,7 +7,13 @@ import torch
 
 from dmuon_kernels import probes, specs
 from dmuon_kernels.probes import has_aligned_rows, quack_rejects, tma_complaint
-from dmuon_kernels.quack_config import SM90_CANDIDATES, QuackConfig, choose_quack_config, parse_quack_config
+from dmuon_kernels.quack_config import (
+    SM90_CANDIDATES,
+    QuackConfig,
+    choose_quack_config,
+    parse_quack_config,
+    quack_candidates,
+)
 from dmuon_kernels.triton_config import (
     CONFIGS,
     TmaConfig,
@@ -51,7 +57,21 @@ def test_tiles_of_quack_must_be_square():
 @pytest.mark.parametrize(("m", "k", "batch"), SHAPES)
 def test_what_a_shape_gets_by_default_is_among_what_is_timed(m, k, batch):
     assert choose_tma_config(m, k, batch) in tma_candidates(m, batch)
-    assert choose_quack_config((9, 0), m, k, batch) in SM90_CANDIDATES
+    for k_major in (True, False):
+        chosen = choose_quack_config((9, 0), m, k, batch, k_major=k_major)
+        assert chosen in quack_candidates((9, 0), k_major=k_major)
+
+
+def test_quack_never_gets_m_major_operands_in_tiles_of_192():
+    """CUTLASS's compiler aborts on them, which no try can catch."""
+    assert QuackConfig(192, 192) in quack_candidates((9, 0), k_major=True)
+    assert QuackConfig(192, 192) not in quack_candidates((9, 0), k_major=False)
+
+
+def test_other_architectures_get_what_quack_takes_there():
+    assert choose_quack_config((10, 0), 4096, 4096, 1, k_major=True) == QuackConfig(256, 256, 2, 2)
+    assert choose_quack_config((12, 0), 4096, 4096, 1, k_major=True) == QuackConfig(128, 128, pingpong=True)
+    assert quack_candidates((10, 0), k_major=True) == ()
 
 
 def test_tiny_products_have_no_descriptors():
@@ -95,6 +115,7 @@ def test_quack_takes_aligned_rows():
     assert "takes c" in quack_rejects(x, None, x.mT)
     assert "takes b" in quack_rejects(x, x[:, ::2, ::2], None)
     assert "K of 0" in quack_rejects(x[..., :0], None, None)
+    assert "M in multiples of 8, got 63" in quack_rejects(x[:, :63], None, None)
     assert "float32" in quack_rejects(x.float(), None, None)
 
 

@@ -85,5 +85,16 @@ def test_configuration_reaches_quack(quack_syrk):
 
 
 def test_refused_operands_raise(quack_syrk):
-    with pytest.raises(ValueError, match="the quack kernel takes a with rows"):
+    with pytest.raises(ValueError, match="the quack kernel takes M in multiples of 8"):
         quack_syrk(torch.ones(9, 9).half())
+
+
+def test_tiles_of_192_never_meet_m_major_operands(quack_syrk):
+    a = torch.randn(64, 64).half()
+    quack_syrk(a, config="quack-192x192-c1x1")
+    before = len(CALLS)
+    with pytest.raises(ValueError, match="quack-192x192-c1x1 takes a and b with rows"):
+        quack_syrk(a.mT, config="quack-192x192-c1x1")
+    with pytest.raises(ValueError, match="quack-192x192-c1x1 takes a and b with rows"):
+        quack_syrk(a, a.mT, config="quack-192x192-c1x1")
+    assert len(CALLS) == before

@@ -178,11 +178,14 @@ def _starts_rows_at_16_bytes(x: Tensor) -> bool:
 
 
 def quack_rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
-    """Why the quack kernel does not take these operands: it loads 16 bytes at a time, and K must not be 0."""
+    """Why the quack kernel does not take these operands: it moves 16 bytes at a time, and K must not be 0."""
     if a.dtype not in _HALVES:
         return f"takes float16 and bfloat16, got {a.dtype}"
     if a.shape[-1] == 0:
         return "takes no K of 0"
+    if a.shape[-2] % 8:
+        # A row of the result would not start at a multiple of 16 bytes.
+        return f"takes M in multiples of 8, got {a.shape[-2]}"
     for name, x in (("a", a), ("b", b)):
         if x is not None and not (has_aligned_rows(x) or has_aligned_rows(x.mT)):
             return f"takes {name} with rows or columns at multiples of 16 bytes, got strides {tuple(x.stride())}"
@@ -195,3 +198,8 @@ def has_aligned_rows(x: Tensor) -> bool:
     """Whether x is row-major, and every row and matrix starts at a multiple of 16 bytes."""
     strides = (stride * x.element_size() for stride in x.stride()[:-1])
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+
+
+def is_k_major(a: Tensor, b: Tensor | None) -> bool:
+    """Whether both factors are row-major as far as :func:`has_aligned_rows` goes; else one is M-major."""
+    return has_aligned_rows(a) and (b is None or has_aligned_rows(b))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -41,6 +40,11 @@ class QuackConfig:
         return self.tile_m * self.cluster_m
 
     @property
+    def takes_m_major(self) -> bool:
+        """Whether A and B may be M-major. With tiles of 192 CUTLASS's compiler then aborts, and the process with it."""
+        return not any(tile & (tile - 1) for tile in (self.tile_m, self.tile_n))
+
+    @property
     def label(self) -> str:
         """A name that :func:`parse_quack_config` reads."""
         cluster = f"{self.cluster_m}x{self.cluster_n}"
@@ -76,29 +80,20 @@ SM90_CANDIDATES = (_SMALL, _FLAT, _PINGPONG, QuackConfig(128, 128, 2, 2), _LARGE
 _LONG = 4096
 
 
-def choose_quack_config(
-    capability: tuple[int, int], m: int, k: int, batch: int, multiprocessors: int = 132
-) -> QuackConfig:
+def choose_quack_config(capability: tuple[int, int], m: int, k: int, batch: int, *, k_major: bool) -> QuackConfig:
     """The configuration for ``batch`` products of M rows and K columns on a device of this compute capability."""
     if capability[0] != 9:
         return _OF_OTHERS.get(capability[0], _PINGPONG)
+    few = batch <= 2
     if m <= 512:
-        return _SMALL if _count(_SMALL, m, batch) <= multiprocessors else _FLAT
+        return _SMALL if few else _FLAT
     if m <= 1024:
-        return _FLAT if batch <= 2 or k >= _LONG else _PINGPONG
-    if m >= 8192:
+        return _FLAT if few or k >= _LONG else _PINGPONG
+    if m >= 8192 or (m <= 2048 and few and k >= _LONG):
         return _WIDE
-    if k < _LONG:
-        return _PINGPONG
-    waves = _count(_LARGE, m, batch) / multiprocessors
-    return _LARGE if waves / math.ceil(waves) > 0.9 else _WIDE
+    return _LARGE if m <= 2048 and k >= _LONG and k_major else _PINGPONG
 
 
-def quack_candidates(capability: tuple[int, int]) -> tuple[QuackConfig, ...]:
+def quack_candidates(capability: tuple[int, int], *, k_major: bool) -> tuple[QuackConfig, ...]:
     """The configurations worth timing on a device of this compute capability."""
-    return SM90_CANDIDATES if capability[0] == 9 else ()
-
-
-def _count(config: QuackConfig, m: int, batch: int) -> int:
-    rows = -(-m // config.side)
-    return batch * rows * (rows + 1) // 2
+    return tuple(x for x in SM90_CANDIDATES if k_major or x.takes_m_major) if capability[0] == 9 else ()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmuon_core.syrk.contract import Scalar, check_operands, check_scalars
 from dmuon_kernels.mirror_kernel import mirror_kernel
-from dmuon_kernels.probes import has_aligned_rows, quack_rejects
+from dmuon_kernels.probes import has_aligned_rows, is_k_major, quack_rejects
 from dmuon_kernels.quack_config import QuackConfig, choose_quack_config, parse_quack_config
 
 _MIRROR_TILE = 64
@@ -45,7 +45,7 @@ def quack_syrk(
         config: instead of the configuration for this shape; or its label.
 
     Raises:
-        ValueError: operands outside the contract, or that ``quack_rejects`` names.
+        ValueError: operands outside the contract, or that ``quack_rejects`` names, or that ``config`` cannot take.
     """
     check_operands(a, b, c, beta, out)
     check_scalars(a, alpha, beta)
@@ -61,10 +61,13 @@ def quack_syrk(
     b_BMK = a_BMK if b is None else _as_batch(b)
     c_BMM = _as_batch(c) if c is not None and reads_c else None
     stored_BMM = _as_batch(d) if has_aligned_rows(d) else a.new_empty((a_BMK.shape[0], m, m))
+    k_major = is_k_major(a, b)
     if isinstance(config, str):
         config = parse_quack_config(config)
     if config is None:
-        config = choose_quack_config(_capability(a.device), m, a.shape[-1], a_BMK.shape[0])
+        config = choose_quack_config(_capability(a.device), m, a.shape[-1], a_BMK.shape[0], k_major=k_major)
+    if not k_major and not config.takes_m_major:
+        raise ValueError(f"syrk: {config.label} takes a and b with rows at multiples of 16 bytes only")
     with _on_device(a.device):
         _multiply(a_BMK, b_BMK, c_BMM, stored_BMM, alpha, beta, config)
         if b is not None or c_BMM is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from dmuon_core.syrk.contract import SyrkFn, SyrkSpec
 from dmuon_kernels.probes import (
     has_tma,
+    is_k_major,
     not_carried,
     probe_cute_sm80,
     probe_quack,
@@ -41,7 +42,8 @@ def _load_triton() -> SyrkFn:
 
 def quack_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:
     """The labels of quack's configurations that are worth timing for these operands."""
-    return tuple(config.label for config in quack_candidates(torch.cuda.get_device_capability(a.device)))
+    capability = torch.cuda.get_device_capability(a.device)
+    return tuple(config.label for config in quack_candidates(capability, k_major=is_k_major(a, b)))
 
 
 def triton_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:

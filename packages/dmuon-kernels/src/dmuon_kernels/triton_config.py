@@ -176,7 +176,7 @@ def choose_tma_config(m: int, k: int, batch: int) -> TmaConfig | None:
         return _TMA_LONG if k >= _LONG else _TMA_PAIR
     if m >= 8192:
         return _TMA_WIDE
-    return _TMA_LONG_LOOP if k >= 2 * _LONG else _TMA_PAIR_LOOP
+    return _TMA_LONG_LOOP if k >= 2 * _LONG else _TMA_PAIR_LOOP_WHOLE
 
 
 def tma_candidates(m: int, batch: int) -> tuple[TmaConfig, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import statistics
 from collections.abc import Callable
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="*", type=int, default=[], help="further workspaces to time, MiB")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16"])
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
     verdicts = {}
     if arguments.tune:
         squares = [(batch, m, m) for batch, m, _ in SHAPES]

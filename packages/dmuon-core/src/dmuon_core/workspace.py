@@ -236,9 +236,12 @@ class Capture:
     """Captures on a stream of its own, into memory that all graphs of an arena share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
         self._device = device
+        self._open()
+
+    def _open(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """The graph of what ``run`` launches.
@@ -249,18 +252,31 @@ class Capture:
         graph = torch.cuda.CUDAGraph()
         reserved = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            self._recover()
+            raise
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         taken = torch.cuda.memory_reserved(self._device) - reserved
         if taken > GRAPH_CAP:
             graph.reset()
             raise RuntimeError(f"the graph took {taken / 2**20:.0f} MiB, {GRAPH_CAP / 2**20:.0f} are allowed")
         return graph
+
+    def _recover(self) -> None:
+        """After a capture that broke off, torch holds the generator and the pool for capturing still.
+
+        The next random number would raise: the generator goes on with a copy of its state, which is not.
+        """
+        generator = torch.cuda.default_generators[self._device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        self._open()
 
 
 class Arena:

@@ -29,6 +29,9 @@ class _Bank:
         torch.cuda.synchronize(device)
 
     def take(self, count: int) -> Tensor | None:
+        # Every share begins at a multiple of 16 bytes: Triton compiles anew for other addresses, which a capture does
+        # not survive.
+        count = -(-count // 4) * 4
         if self.taken + count > _BANK:
             return None
         self.taken += count

@@ -18,7 +18,8 @@ from dmuon_core.testing.syrk import (
     syrk_error_cases,
 )
 from dmuon_kernels import specs, syrk
-from dmuon_kernels.triton_config import CONFIGS
+from dmuon_kernels.quack_config import SM90_CANDIDATES
+from dmuon_kernels.triton_config import CONFIGS, TmaConfig, tma_candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +27,10 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 KERNELS = ["quack", "cute_sm80", "triton", "cublas", "torch"]
+
+
+TMA = {c.label: c for m, batch in ((512, 1), (512, 16), (2048, 1), (2048, 8)) for c in tma_candidates(m, batch)}
+SPLIT = TmaConfig(64, 64, 64, warps=4, stages=4, split=4)
 
 
 @functools.cache
@@ -75,13 +80,19 @@ def test_conformance_at_the_sizes_of_layers(name, case):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_fifty_launches_give_the_same_bits(name):
+def test_a_thousand_launches_give_the_same_bits(name):
     """A race between the tiles of C and D shows now and then only."""
     fn = _available(name).load()
-    case = SyrkCase(900, 256, torch.float16, (4,), c="lower", out="c", beta=0.5)
-    want = build_operands(case, CUDA).call(fn)
-    for _ in range(50):
-        assert torch.equal(build_operands(case, CUDA).call(fn), want)
+    case = SyrkCase(904, 256, torch.float16, (4,), c="lower", out="c", beta=0.5)
+    operands = build_operands(case, CUDA)
+    assert operands.c is not None
+    before = operands.c.view.clone()
+    want = operands.call(fn).clone()
+    differences = torch.zeros((), dtype=torch.int64, device=CUDA)
+    for _ in range(1000):
+        operands.c.view.copy_(before)
+        differences += (operands.call(fn) != want).sum()
+    assert differences.item() == 0
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -91,6 +102,52 @@ def test_every_triton_configuration(config, sms):
     fn = functools.partial(spec.load(), config=config, sms=sms)
     for layout in ("contiguous", "transposed", "offset"):
         run_syrk_case(fn, SyrkCase(300, 200, torch.bfloat16, (2,), layout, c="lower", out="c", beta=0.5), CUDA)
+
+
+def _needs_tma() -> functools.partial:
+    spec = _available("triton")
+    if torch.cuda.get_device_capability(CUDA) != (9, 0):
+        pytest.skip("tensor descriptors are for compute capability 9.0")
+    return functools.partial(spec.load())
+
+
+@pytest.mark.parametrize("config", TMA.values(), ids=TMA)
+@pytest.mark.parametrize("sms", [None, 1, 7])
+def test_every_configuration_with_descriptors(config, sms):
+    fn = functools.partial(_needs_tma(), config=config.label, sms=sms)
+    for layout in ("contiguous", "padded rows"):
+        run_syrk_case(fn, SyrkCase(808, 200, torch.bfloat16, (2,), layout, c="lower", out="c", beta=0.5), CUDA)
+    run_syrk_case(fn, SyrkCase(808, 520, torch.float16, (2,), "transposed", b="given", alpha="per item"), CUDA)
+
+
+@pytest.mark.parametrize("config", SM90_CANDIDATES, ids=lambda config: config.label)
+def test_every_quack_configuration(config):
+    fn = functools.partial(_available("quack").load(), config=config.label)
+    run_syrk_case(fn, SyrkCase(808, 200, torch.bfloat16, (2,), c="lower", out="c", beta=0.5), CUDA)
+    if config.takes_m_major:
+        run_syrk_case(fn, SyrkCase(808, 520, torch.float16, (2,), "transposed"), CUDA)
+
+
+def test_split_sums_on_two_streams_and_in_two_graphs():
+    """Counters shared by launches that run at once would make a program add parts that are not there yet."""
+    fn = functools.partial(_needs_tma(), config=SPLIT)
+    a = torch.randn(512, 4096, device=CUDA).half() / 64
+    want = fn(a)
+    streams, graphs, outs = [torch.cuda.Stream() for _ in range(2)], [], []
+    for _ in streams:
+        outs.append(torch.empty_like(want))
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
+            fn(a, out=outs[-1])
+    eager = [torch.empty_like(want) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, graph, out in zip(streams, graphs, eager, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                fn(a, out=out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(d, want) for d in (*outs, *eager))
 
 
 def test_more_than_two_to_the_31_elements_in_d():
@@ -142,7 +199,7 @@ def test_two_streams_do_not_meet(name):
     assert all(torch.equal(d, want[i]) for i, results in enumerate(got) for d in results)
 
 
-@pytest.mark.parametrize("name", ["triton", "cublas"])
+@pytest.mark.parametrize("name", ["quack", "triton", "cublas"])
 def test_captured_graph_reads_device_scalars_anew(name):
     """The reason for scalars on the device: a replay sees their present values."""
     fn = _available(name).load()

@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for GPUs that are not there, and print what each variant takes, as JSON.
+"""Compile the Triton kernels for GPUs that are not there, and print what each variant takes, as JSON.
 
 Run by ``test_compile.py`` in a process of its own, without TRITON_INTERPRET.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
-from dmuon_kernels.triton_config import CONFIGS, TritonConfig
+from dmuon_kernels.tma_kernel import syrk_tma_kernel
+from dmuon_kernels.triton_config import CONFIGS, TmaConfig, TritonConfig, parse_config
 from dmuon_kernels.triton_kernel import syrk_kernel
 
 TINY, SMALL, LARGE, UNALIGNED = CONFIGS.values()
@@ -80,14 +81,91 @@ def source_of(variant: Variant) -> triton.compiler.ASTSource:
     return triton.compiler.ASTSource(syrk_kernel, signature, constants, attributes)
 
 
-def measure(variant: Variant, capability: int) -> dict[str, object]:
+@dataclass(frozen=True)
+class TmaVariant:
+    """One specialisation of the kernel with tensor descriptors. ``general``: all operands, M-major, device scalars."""
+
+    dtype: str
+    general: bool
+    config: TmaConfig
+
+    aligned = True
+
+
+TMA_BUILDS = [
+    TmaVariant(dtype, general, parse_config(label))
+    for dtype, general, label in (
+        ("fp16", False, "tma-64x64x128-w4-s3-u64-g4-k1"),
+        ("bf16", True, "tma-64x64x64-w4-s4-u64-g4-k3"),
+        ("fp16", True, "tma-64x128x128-w4-s3-u64-g8-k1"),
+        ("fp16", False, "tma-64x128x64-w4-s4-u64-g8-k1-p"),
+        ("bf16", False, "tma-128x128x64-w4-s3-u128-g8-k1"),
+        ("fp16", True, "tma-128x128x64-w4-s3-u128-g8-k1"),
+        ("fp16", False, "tma-128x128x64-w4-s3-u32-g8-k4t"),
+        ("fp16", True, "tma-128x128x64-w4-s3-u32-g8-k4t"),
+        ("bf16", True, "tma-128x128x64-w4-s5-u64-g8-k1"),
+        ("fp16", True, "tma-128x256x64-w8-s3-u64-g4-k1"),
+    )
+]
+
+
+def tma_source_of(variant: TmaVariant) -> triton.compiler.ASTSource:
+    config, general = variant.config, variant.general
+    tile_m, tile_n, tile_k, chunk = config.tile_m, config.tile_n, config.tile_k, config.chunk
+
+    def block(rows: int, columns: int) -> str:
+        return f"tensordesc<{variant.dtype}{[1, rows, columns]}>"
+
+    constants = {
+        "HAS_C": general,
+        "ALPHA_ON_DEVICE": general,
+        "BETA_ON_DEVICE": general,
+        "A_K_MAJOR": not general,
+        "B_K_MAJOR": not general,
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "TILE_K": tile_k,
+        "CHUNK": chunk,
+        "GROUP": config.group,
+        "STAGES": config.stages,
+        "SPLIT": config.split,
+        "SOME_WHOLE": config.split == 1 or config.tail,
+        "UNIT_STEP": 1,
+        "EMULATE": False,
+        **({} if general else {"c_desc": None}),
+        **({} if general or tile_m != tile_n else {"b_desc": None}),
+        **({} if config.split > 1 else {"partials": None, "arrivals": None}),
+    }
+    scalar = "*fp32" if general else "fp32"
+    types = {
+        "a_desc": block(tile_k, tile_m) if general else block(tile_m, tile_k),
+        "b_desc": block(tile_k, tile_n) if general else block(tile_n, tile_k),
+        "c_desc": block(tile_m, chunk),
+        "d_desc": block(tile_m, chunk),
+        "mirror_desc": block(chunk, tile_m),
+        "d": f"*{variant.dtype}",
+        "partials": "*fp32",
+        "arrivals": "*i32",
+        "alpha": scalar,
+        "beta": scalar,
+    }
+    names = syrk_tma_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    multiples_of_16 = {name for name in names if signature[name].startswith("*")} | {"d_sb", "d_sm"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in multiples_of_16}
+    return triton.compiler.ASTSource(syrk_tma_kernel, signature, constants, attributes)
+
+
+def measure(variant: Variant | TmaVariant, capability: int) -> dict[str, object]:
     options = {"num_warps": variant.config.warps, "enable_fp_fusion": True}
-    kernel = triton.compile(source_of(variant), target=GPUTarget("cuda", capability, 32), options=options)
+    source = source_of(variant) if isinstance(variant, Variant) else tma_source_of(variant)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
-        "variant": asdict(variant),
+        "variant": {**asdict(variant), "aligned": variant.aligned},
         "capability": capability,
         "shared": kernel.metadata.shared,
         "resources": resources(kernel.asm["cubin"]),
+        "bulk_copies": kernel.asm["ptx"].count("cp.async.bulk.tensor"),
         "tensor_cores": bool(re.search(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
     }
 
@@ -105,4 +183,5 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 if __name__ == "__main__":
     builds = [(variant, capability) for capability, variants in BUILDS.items() for variant in variants]
+    builds += [(variant, 90) for variant in TMA_BUILDS]
     json.dump([measure(variant, capability) for variant, capability in builds], sys.stdout)

@@ -14,6 +14,8 @@ from dmuon_core.optimizer import Muon
 from dmuon_core.report import get_backend_status, get_ns_backend
 from dmuon_core.restarts import derive_restarts
 from dmuon_core.syrk.contract import SyrkFn, SyrkSpec
+from dmuon_core.syrk.tuning import tune
+from dmuon_core.syrk.verdicts import export_verdicts, use_verdicts
 from dmuon_core.update import lr_scale, muon_update_
 from dmuon_core.views import MatrixView
 
@@ -32,6 +34,7 @@ __all__ = [
     "as_coefficients",
     "derive_restarts",
     "direct_newton_schulz",
+    "export_verdicts",
     "get_backend_status",
     "get_ns_backend",
     "gram_newton_schulz",
@@ -39,6 +42,8 @@ __all__ = [
     "muon_update_",
     "newton_schulz",
     "testing",
+    "tune",
+    "use_verdicts",
 ]
 
 logging.getLogger("dmuon").addHandler(logging.NullHandler())

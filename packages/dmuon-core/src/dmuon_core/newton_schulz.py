@@ -17,25 +17,36 @@ Sources: Keller Jordan, "Muon" (2024) for the iteration; Dao-AILab, "Gram Newton
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from dmuon_core import ops, workspace
+from dmuon_core.batching import Batch, Stack, by_shape, by_short_side
 from dmuon_core.coefficients import CoefficientsLike, Triple, as_coefficients
+from dmuon_core.cost import newton_schulz_flops
+from dmuon_core.env import read_settings
+from dmuon_core.iteration import HALVES, Backend, FreshArithmetic, iterate, iterate_wide
 from dmuon_core.normalize import normalize
 from dmuon_core.restarts import as_restarts, check_restarts, derive_restarts
-from dmuon_core.syrk.builtin import batched_product, full_precision_reduction
-from dmuon_core.syrk.contract import SyrkFn
-from dmuon_core.syrk.ladder import KernelChoice
+from dmuon_core.syrk.ladder import KernelChoice, computes
 
-Backend = Literal["gram", "direct"]
+__all__ = [
+    "Backend",
+    "NewtonSchulz",
+    "Schedule",
+    "check_matrices",
+    "direct_newton_schulz",
+    "gram_newton_schulz",
+    "newton_schulz",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,8 @@ class NewtonSchulz:
     """Orthogonalizes matrices: a callable on ``[..., m, n]``.
 
     Args:
-        backend: ``"gram"`` or ``"direct"``.
+        backend: ``"gram"`` or ``"direct"``. On a GPU in half precision, matrices that are square or nearly so take the
+            direct form either way, which costs less there and is the more accurate one; not where deterministic.
         kernel: SYRK backend; ``"auto"`` takes the best on the device, a name never falls back.
         coefficients: see :func:`dmuon_core.as_coefficients`; None is Polar Express.
         restart_iterations: steps after which the Gram form restarts; None derives them from the coefficients. The
@@ -62,9 +74,12 @@ class NewtonSchulz:
             than float16 and errs up to ten times more: an option, not the default.
         deterministic: the same bits over runs, batches and layouts, on GPUs one matrix at a time. On a CPU always so.
         ns_steps: number of steps where a call does not say.
+        workspace_mib: memory on a GPU, MiB a stream, that half-precision products write to and that is kept between
+            calls; many matrices go in batches of what fits. A single matrix takes what it needs.
 
     Raises:
-        ValueError: an unknown backend or dtype, or coefficients that the Gram form cannot carry.
+        ValueError: an unknown backend or dtype, a workspace that is not positive, or coefficients that the Gram form
+            cannot carry.
         RuntimeError: the named kernel, or that of ``DMUON_NS_KERNEL``, cannot run here; lists every backend's reason.
     """
 
@@ -78,20 +93,38 @@ class NewtonSchulz:
         deterministic: bool = False,
         *,
         ns_steps: int = 5,
+        workspace_mib: int = 512,
     ) -> None:
         if backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
+        if workspace_mib <= 0:
+            raise ValueError(f"workspace_mib must be positive, got {workspace_mib!r}")
         self.backend: Backend = backend
         self.coefficients = as_coefficients(coefficients)
         self.restart_iterations = as_restarts(restart_iterations)
         self.dtype = dtype
         self.deterministic = deterministic
         self.ns_steps = ns_steps
+        self.workspace_mib = workspace_mib
+        self.forms: set[Backend] = set()
+        self._graphs = read_settings().ns_cuda_graph
+        self._batches: dict[tuple[Stack, ...], list[Batch]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self.schedule()
-        self.kernel = KernelChoice.of(kernel)
+        self.kernel = KernelChoice.of(kernel, deterministic=deterministic)
+        self.signature = ops.Signature(
+            backend,
+            self.kernel.name,
+            self.coefficients.triples,
+            self.coefficients.repeats,
+            self.restart_iterations,
+            dtype,
+            deterministic,
+            workspace_mib,
+        )
+        self._number = ops.enlist(self)
 
     def schedule(self, ns_steps: int | None = None, coefficients: CoefficientsLike = None) -> Schedule:
         """The steps of a call; None means this object's own value.
@@ -127,21 +160,98 @@ class NewtonSchulz:
             ValueError: x has fewer than two dimensions or is not real floating point.
         """
         check_matrices(x)
-        return self.orthogonalize(x, self.schedule(ns_steps)).to(x.dtype)
+        if torch.compiler.is_compiling():
+            return ops.call(x, self.signature, self.ns_steps if ns_steps is None else ns_steps, self._number)
+        return self._orthogonalize(x, self.schedule(ns_steps), x.dtype)
 
-    @torch.no_grad()
     def orthogonalize(self, x: Tensor, schedule: Schedule) -> Tensor:
         """As the call, with a schedule of :meth:`schedule`; the result stays in ``self.dtype``."""
+        return self._orthogonalize(x, schedule, self.dtype)
+
+    @torch.no_grad()
+    def _orthogonalize(self, x: Tensor, schedule: Schedule, dtype: torch.dtype) -> Tensor:
         if x.numel() == 0:
-            return x.new_zeros(x.shape, dtype=self.dtype)
+            return x.new_zeros(x.shape, dtype=dtype)
         tall = x.shape[-2] > x.shape[-1]
         x_BMN = x.reshape(-1, *x.shape[-2:])
-        x_BMN = normalize(x_BMN.mT if tall else x_BMN, self.dtype, exact=self.deterministic or x.device.type == "cpu")
-        iterate = _gram if self.backend == "gram" else _direct
-        # A kernel may choose its tiles by the batch, and with them the order of its sums: one matrix at a time.
-        parts = x_BMN.split(1) if self.deterministic and x.device.type != "cpu" else [x_BMN]
-        y_BMN = torch.cat([iterate(part, schedule.segments, self.kernel) for part in parts])
+        x_BMN = x_BMN.mT if tall else x_BMN
+        if self._has_workspace(x.device):
+            y_BMN = torch.empty_like(x_BMN, dtype=dtype)
+            for batch in self.batches([Stack(*_sizes(x_BMN), x.dtype, x.device)]):
+                pieces = [slice(piece.start, piece.stop) for piece in batch]
+                with self.factors([x_BMN[piece] for piece in pieces], schedule) as factors:
+                    for piece, factor in zip(pieces, factors, strict=True):
+                        y_BMN[piece].copy_(factor)
+        else:
+            y_BMN = self._fresh(x_BMN, schedule).to(dtype)
         return (y_BMN.mT if tall else y_BMN).reshape(x.shape)
+
+    def form(self, m: int, n: int) -> Backend:
+        """The form that [m, n] matrices, m ≤ n, take in a workspace: of the two the one with less work."""
+        if self.backend == "direct":
+            return "direct"
+        segments = [len(segment) for segment in self.schedule().segments]
+        gram, direct = (newton_schulz_flops(m, n, backend=form, segments=segments) for form in get_args(Backend))
+        return "gram" if gram < direct else "direct"
+
+    def batches(self, stacks: Sequence[Stack]) -> list[Batch]:
+        """How :meth:`factors` is to be called for ``stacks``, each matrix once."""
+        key = tuple(stacks)
+        if key not in self._batches:
+            on_gpu = [i for i, stack in enumerate(stacks) if self._has_workspace(stack.device)]
+            others = [i for i in range(len(stacks)) if i not in set(on_gpu)]
+            budget = self.workspace_mib * 2**20
+            merged = by_short_side([stacks[i] for i in on_gpu], budget=budget, sms=_multiprocessors, form=self.form)
+            equal = by_shape([stacks[i] for i in others])
+            self._batches[key] = [_renumbered(b, on_gpu) for b in merged] + [_renumbered(b, others) for b in equal]
+        return self._batches[key]
+
+    @contextlib.contextmanager
+    def factors(self, matrices: Sequence[Tensor], schedule: Schedule) -> Iterator[list[Tensor]]:
+        """The orthogonal factors of one of :meth:`batches`, in ``self.dtype``, to be read inside the context only.
+
+        Args:
+            matrices: stacks ``[count, m, n]``, m ≤ n, of any strides.
+            schedule: of :meth:`schedule`.
+        """
+        device = matrices[0].device
+        if self._has_workspace(device):
+            form = self.form(*matrices[0].shape[1:])
+            self.forms.add(form)
+            with workspace.factors(
+                matrices,
+                form=form,
+                segments=schedule.segments,
+                dtype=self.dtype,
+                kernel=self.kernel,
+                graphs=self._graphs,
+            ) as factors:
+                yield factors
+        else:
+            stacked = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+            yield list(torch.split(self._fresh(stacked, schedule), [len(x) for x in matrices]))
+
+    def _has_workspace(self, device: torch.device) -> bool:
+        return device.type == "cuda" and self.dtype in HALVES and not self.deterministic and computes(device)
+
+    def _fresh(self, x_BMN: Tensor, schedule: Schedule) -> Tensor:
+        """The factors in memory of their own. The same bits in any batch where deterministic."""
+        on_cpu = x_BMN.device.type == "cpu"
+        x_BMN = normalize(x_BMN, self.dtype, exact=self.deterministic or on_cpu)
+        # A kernel may choose its tiles by the batch, and with them the order of its sums: one matrix at a time.
+        parts = x_BMN.split(1) if self.deterministic and not on_cpu else [x_BMN]
+        return torch.cat([self._iterate(part, schedule) for part in parts])
+
+    def _iterate(self, x_BMN: Tensor, schedule: Schedule) -> Tensor:
+        products = FreshArithmetic(self.kernel)
+        if self.backend == "gram" and self.dtype not in HALVES:
+            return iterate_wide(x_BMN, schedule.segments, products)
+        (y_BMN,) = iterate(self.backend, (x_BMN,), schedule.segments, products)
+        return y_BMN
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._number = ops.enlist(self)
 
     def __repr__(self) -> str:
         return (
@@ -207,77 +317,14 @@ def _cut(triples: tuple[Triple, ...], restarts: tuple[int, ...]) -> tuple[tuple[
     return tuple(triples[i:j] for i, j in itertools.pairwise(bounds))
 
 
-def _gram(x_BMN: Tensor, segments: Sequence[Sequence[Triple]], syrk: SyrkFn) -> Tensor:
-    for segment in segments:
-        r_BMM = syrk(x_BMN)
-        if x_BMN.dtype in _HALVES:
-            q_BMM = _segment_polynomial(r_BMM, segment, syrk)
-        else:
-            q_BMM = _wide_segment_polynomial(r_BMM, segment)
-        x_BMN = _product(q_BMM, x_BMN)
-    return x_BMN
+def _sizes(x_BMN: Tensor) -> tuple[int, int, int]:
+    return x_BMN.shape[0], x_BMN.shape[1], x_BMN.shape[2]
 
 
-def _segment_polynomial(r_BMM: Tensor, segment: Sequence[Triple], syrk: SyrkFn) -> Tensor:
-    """Q with Q·X = the segment's steps applied to X, from R = X Xᵀ.
-
-    A symmetric kernel mirrors one triangle, and rounded polynomials of R commute only up to rounding, so what it
-    mirrors is off by a commutator. Two products cannot afford that and are computed whole. One is W·R in R ← W·R·W,
-    W = aI + Z: a congruence keeps the small eigenvalues of R to relative accuracy, which the steps to come amplify;
-    with one step to come it does not matter. The other is the last Q of a segment of three steps or more, which
-    nothing corrects. The order of the operands is chosen too: mirrored, Z·R before ·Z errs half of what R·Z does.
-    """
-    steps = len(segment)
-    q_BMM: Tensor | None = None
-    for i, (a, b, c) in enumerate(segment):
-        z_BMM = syrk(r_BMM, None, r_BMM, alpha=c, beta=b)
-        if q_BMM is None:
-            q_BMM = _plus_identity(z_BMM, a)
-        elif steps >= 3 and i == steps - 1:
-            q_BMM = _product(q_BMM, z_BMM, q_BMM, beta=a)
-        else:
-            q_BMM = syrk(q_BMM, z_BMM, q_BMM, alpha=1.0, beta=a)
-        if i + 1 < steps:
-            whole = i + 2 < steps
-            w_BMM = _product(z_BMM, r_BMM, r_BMM, beta=a) if whole else syrk(z_BMM, r_BMM, r_BMM, alpha=1.0, beta=a)
-            r_BMM = syrk(w_BMM, z_BMM, w_BMM, alpha=1.0, beta=a)
-    assert q_BMM is not None, "a segment has at least one step"
-    return q_BMM
+def _renumbered(batch: Batch, numbers: Sequence[int]) -> Batch:
+    return tuple(replace(piece, stack=numbers[piece.stack]) for piece in batch)
 
 
-def _wide_segment_polynomial(r_BMM: Tensor, segment: Sequence[Triple]) -> Tensor:
-    """As above in fp32 and fp64, whose kernels save nothing by mirroring: every product is whole."""
-    q_BMM: Tensor | None = None
-    for i, (a, b, c) in enumerate(segment):
-        w_BMM = _plus_identity(batched_product(r_BMM, r_BMM, r_BMM, beta=b, alpha=c), a)
-        q_BMM = w_BMM if q_BMM is None else batched_product(q_BMM, w_BMM)
-        if i + 1 < len(segment):
-            r_BMM = batched_product(batched_product(w_BMM, r_BMM), w_BMM)
-    assert q_BMM is not None, "a segment has at least one step"
-    return q_BMM
-
-
-def _plus_identity(z_BMM: Tensor, a: float) -> Tensor:
-    q_BMM = z_BMM.clone()
-    diagonal_BM = q_BMM.diagonal(dim1=-2, dim2=-1)
-    # A half-precision add_ may round the scalar first (torch does on a CPU): one error in all of Q, and none in W·R.
-    wide_BM = diagonal_BM.float() if z_BMM.dtype in _HALVES else diagonal_BM
-    diagonal_BM.copy_(wide_BM + a)
-    return q_BMM
-
-
-def _direct(x_BMN: Tensor, segments: Sequence[Sequence[Triple]], syrk: SyrkFn) -> Tensor:
-    for segment in segments:
-        for a, b, c in segment:
-            a_BMM = syrk(x_BMN)
-            x_BMN = _product(syrk(a_BMM, None, a_BMM, alpha=c, beta=b), x_BMN, x_BMN, beta=a)
-    return x_BMN
-
-
-def _product(q_BMM: Tensor, x_BMN: Tensor, c_BMN: Tensor | None = None, beta: float = 0.0) -> Tensor:
-    """Q X + beta C in x's dtype, accumulated in fp32 (fp64), rounded once."""
-    if x_BMN.device.type == "cpu" and x_BMN.dtype in _HALVES:
-        wide = _product(q_BMM.float(), x_BMN.float(), None if c_BMN is None else c_BMN.float(), beta)
-        return wide.to(x_BMN.dtype)
-    with full_precision_reduction() if x_BMN.device.type == "cuda" else contextlib.nullcontext():
-        return batched_product(q_BMM, x_BMN, c_BMN, beta=beta)
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -40,14 +40,15 @@ def get_ns_backend(optimizer: HasNewtonSchulz | NewtonSchulz | None = None) -> s
 
     Args:
         optimizer: a Muon, or a NewtonSchulz; after a step the line names the kernel that ran most and adds the launches
-            counted. None: what a new optimizer would take on the current device.
+            counted, and says "Gram and direct" where nearly square matrices took the direct form. None: what a new
+            optimizer would take on the current device.
     """
     if optimizer is None:
         return _line("Gram", KernelChoice.of("auto").expected(default_device()), default_device())
     if not isinstance(optimizer, (HasNewtonSchulz, NewtonSchulz)):
         raise TypeError(f"get_ns_backend takes a Muon or a NewtonSchulz, got {type(optimizer).__name__}")
     ns = optimizer if isinstance(optimizer, NewtonSchulz) else optimizer.newton_schulz
-    form = ns.backend.capitalize()
+    form = "Gram and direct" if {ns.backend, *ns.forms} == {"gram", "direct"} else ns.backend.capitalize()
     if not ns.kernel.launches:
         device = _home(optimizer)
         return _line(form, ns.kernel.expected(device), device)

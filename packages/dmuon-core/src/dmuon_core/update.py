@@ -7,16 +7,16 @@ M is stored as torch.optim.Muon stores it, scaled by (1 − μ): a positive fact
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dmuon_core.batching import Batch, Piece, Stack
 from dmuon_core.coefficients import CoefficientsLike
-from dmuon_core.newton_schulz import NewtonSchulz, Schedule
+from dmuon_core.newton_schulz import NewtonSchulz
 from dmuon_core.views import MatrixView
 
 LearningRate = float | Tensor
@@ -125,21 +125,27 @@ def muon_update_(
     parsed = [MatrixView.parse(view) for view in (views if views is not None else [None] * len(weights))]
     present = presence if presence is not None else [None] * len(weights)
     _check_lists(weights, grads, buffers, parsed)
-    directions = [
-        momentum_(buffer, grad, momentum=momentum, nesterov=nesterov, presence=p)
-        for buffer, grad, p in zip(buffers, grads, present, strict=True)
-    ]
-    updates = orthogonalize_all(directions, parsed, ns, ns.schedule(ns_steps, ns_coefficients))
-    for weight, blocks, view, p in zip(weights, updates, parsed, present, strict=True):
-        if not weight.numel():
-            continue
-        scales = [lr_scale(adjust_lr_fn, block.shape[-2], block.shape[-1]) for block in blocks]
+    schedule = ns.schedule(ns_steps, ns_coefficients)
+    shapes = [_matrix_shapes(view, weight.shape) for weight, view in zip(weights, parsed, strict=True)]
+
+    def directions(i: int) -> tuple[Tensor, ...]:
+        u = momentum_(buffers[i], grads[i], momentum=momentum, nesterov=nesterov, presence=present[i])
+        return parsed[i].to_matrices(u)
+
+    def apply(i: int, blocks: Sequence[Tensor]) -> None:
+        scales = [lr_scale(adjust_lr_fn, rows, columns) for _, rows, columns in shapes[i]]
         if len(set(scales)) > 1:
             wide = torch.promote_types(ns.dtype, torch.float32)
             blocks = [block.to(wide) * scale for block, scale in zip(blocks, scales, strict=True)]
             scales = [1.0]
-        update = view.from_matrices(blocks, weight.shape)
-        apply_(weight, update, lr=lr, weight_decay=weight_decay, scale=scales[0], presence=p)
+        update = parsed[i].from_matrices(blocks, weights[i].shape)
+        apply_(weights[i], update, lr=lr, weight_decay=weight_decay, scale=scales[0], presence=present[i])
+
+    places = [(i, j) for i, blocks in enumerate(shapes) for j in range(len(blocks))]
+    pending = _Pending(shapes, places, directions, apply)
+    for batch in ns.batches([Stack(*shapes[i][j], buffers[i].dtype, weights[i].device) for i, j in places]):
+        with ns.factors([pending.matrices(piece) for piece in batch], schedule) as factors:
+            pending.add(batch, factors)
 
 
 def _check_lists(
@@ -159,33 +165,55 @@ def _check_lists(
         view.check(weight.shape, f"weights[{i}]")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a block came from, and how it stands in its batch."""
-
-    parameter: int
-    block: int
-    tall: bool
+@functools.lru_cache(maxsize=4096)
+def _matrix_shapes(view: MatrixView, shape: torch.Size) -> tuple[tuple[int, int, int], ...]:
+    return view.matrix_shapes(shape)
 
 
-def orthogonalize_all(
-    directions: Sequence[Tensor], views: Sequence[MatrixView], ns: NewtonSchulz, schedule: Schedule
-) -> list[list[Tensor]]:
-    """The orthogonal factors of every direction's matrices, ``[count, m, n]`` a block, batched by shape."""
-    batches: dict[tuple[object, ...], list[tuple[_Place, Tensor]]] = defaultdict(list)
-    results: list[list[Tensor]] = []
-    for i, (direction, view) in enumerate(zip(directions, views, strict=True)):
-        blocks = view.to_matrices(direction)
-        results.append(list(blocks))
-        for j, block in enumerate(blocks):
-            tall = block.shape[-2] > block.shape[-1]
-            wide = block.mT if tall else block
-            key = (*wide.shape[-2:], wide.dtype, wide.device)
-            batches[key].append((_Place(i, j, tall), wide))
-    for members in batches.values():
-        counts = [wide.shape[0] for _, wide in members]
-        stacked = members[0][1] if len(members) == 1 else torch.cat([wide for _, wide in members])
-        factors = torch.split(ns.orthogonalize(stacked, schedule), counts)
-        for (place, _), factor in zip(members, factors, strict=True):
-            results[place.parameter][place.block] = factor.mT if place.tall else factor
-    return results
+class _Pending:
+    """The parameters of one step, each applied when the factors of all its matrices are there.
+
+    Batches cut across parameters, and a batch's factors are there for a moment only. So momentum is taken when a
+    parameter's first matrix is due, and its update is applied with its last: no more directions and factors exist at a
+    time than a batch needs.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[tuple[int, int, int]]],
+        places: Sequence[tuple[int, int]],
+        directions: Callable[[int], tuple[Tensor, ...]],
+        apply: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:
+        self._places = places
+        self._left = [sum(count for count, _, _ in blocks) for blocks in shapes]
+        self._tall = [[rows > columns for _, rows, columns in blocks] for blocks in shapes]
+        self._factors: list[list[list[Tensor]]] = [[[] for _ in blocks] for blocks in shapes]
+        self._directions: dict[int, tuple[Tensor, ...]] = {}
+        self._take = directions
+        self._apply = apply
+
+    def matrices(self, piece: Piece) -> Tensor:
+        """``[count, m, n]``, m ≤ n, of the direction."""
+        i, j = self._places[piece.stack]
+        if i not in self._directions:
+            self._directions[i] = self._take(i)
+        block = self._directions[i][j]
+        return (block.mT if self._tall[i][j] else block)[piece.start : piece.stop]
+
+    def add(self, batch: Batch, factors: Sequence[Tensor]) -> None:
+        """Take the factors of a batch: apply what is complete, keep the others."""
+        added = []
+        for piece, factor in zip(batch, factors, strict=True):
+            i, j = self._places[piece.stack]
+            self._factors[i][j].append(factor.mT if self._tall[i][j] else factor)
+            self._left[i] -= piece.stop - piece.start
+            added.append((i, j))
+        for i, j in dict.fromkeys(added):
+            if self._left[i]:
+                self._factors[i][j][-1] = self._factors[i][j][-1].clone()
+        for i in dict.fromkeys(i for i, _ in added):
+            if not self._left[i]:
+                self._apply(i, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._factors[i]])
+                self._factors[i] = []
+                del self._directions[i]

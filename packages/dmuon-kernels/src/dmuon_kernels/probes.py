@@ -5,6 +5,7 @@ Probes look at distributions and files, never import what they look for, and ask
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -26,12 +27,17 @@ QUACK_RANGES: dict[str, tuple[Version, Version]] = {
 """What the extra ``quack`` installs: distribution -> (first version that works, first version that is not tried)."""
 
 _TRITON_TRUE = ("1", "true", "on")
-_TRITON_DTYPES = (torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def probe_quack(device: torch.device) -> str | None:
-    """SM90 and up, with quack-kernels and nvidia-cutlass-dsl in the supported ranges."""
-    return capability_complaint(device, SM90) or not_carried("quack") or package_complaint(QUACK_RANGES, "quack")
+    """SM90 and up, with quack-kernels and nvidia-cutlass-dsl in the supported ranges, and Triton for the mirroring."""
+    return (
+        capability_complaint(device, SM90)
+        or package_complaint(QUACK_RANGES, "quack")
+        or _triton_complaint()
+        or toolchain_complaint()
+    )
 
 
 def probe_cute_sm80(device: torch.device) -> str | None:
@@ -126,7 +132,7 @@ def python_header() -> Path:
 
 def triton_rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
     """Why the Triton kernel does not take these operands. C may have any strides, M and K any size."""
-    if a.dtype not in _TRITON_DTYPES:
+    if a.dtype not in _HALVES:
         return f"takes float16 and bfloat16, got {a.dtype}"
     for name, x in (("a", a), ("b", b)):
         if x is not None and not has_unit_stride(x):
@@ -137,3 +143,63 @@ def triton_rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
 def has_unit_stride(x: Tensor) -> bool:
     """Whether x is K- or M-major. The stride of a dimension of size 1 says nothing."""
     return any(x.stride(dim) == 1 or x.shape[dim] <= 1 for dim in (-1, -2))
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Whether the kernel with tensor descriptors runs there: on SM90, the one it was measured on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == SM90
+
+
+def tma_complaint(a_BMK: Tensor, b_BMK: Tensor | None, c_BMM: Tensor | None, d_BMM: Tensor | None = None) -> str | None:
+    """Why tensor descriptors do not describe these operands, or None.
+
+    A and B may be K- or M-major, C and D are row-major; rows start at multiples of 16 bytes.
+    """
+    if a_BMK.shape[-1] == 0:
+        return "takes no K of 0"
+    for name, x in (("a", a_BMK), ("b", b_BMK), ("c", c_BMM), ("out", d_BMM)):
+        if x is None:
+            continue
+        major = _by_rows(x) if name in ("a", "b") else x
+        if major.stride(-1) != 1 or not _starts_rows_at_16_bytes(major):
+            return f"takes {name} with rows at multiples of 16 bytes, got strides {tuple(x.stride())}"
+    return None
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """x or its transpose: the one with stride 1 along the last dimension."""
+    return x if x.stride(-1) == 1 else x.mT
+
+
+def _starts_rows_at_16_bytes(x: Tensor) -> bool:
+    in_bytes = [stride * x.element_size() for size, stride in zip(x.shape, x.stride()[:-1], strict=False) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in in_bytes)
+
+
+def quack_rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
+    """Why the quack kernel does not take these operands: it moves 16 bytes at a time, and K must not be 0."""
+    if a.dtype not in _HALVES:
+        return f"takes float16 and bfloat16, got {a.dtype}"
+    if a.shape[-1] == 0:
+        return "takes no K of 0"
+    if a.shape[-2] % 8:
+        # A row of the result would not start at a multiple of 16 bytes.
+        return f"takes M in multiples of 8, got {a.shape[-2]}"
+    for name, x in (("a", a), ("b", b)):
+        if x is not None and not (has_aligned_rows(x) or has_aligned_rows(x.mT)):
+            return f"takes {name} with rows or columns at multiples of 16 bytes, got strides {tuple(x.stride())}"
+    if c is not None and not has_aligned_rows(c):
+        return f"takes c with rows at multiples of 16 bytes, got strides {tuple(c.stride())}"
+    return None
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether x is row-major, and every row and matrix starts at a multiple of 16 bytes."""
+    strides = (stride * x.element_size() for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+
+
+def is_k_major(a: Tensor, b: Tensor | None) -> bool:
+    """Whether both factors are row-major as far as :func:`has_aligned_rows` goes; else one is M-major."""
+    return has_aligned_rows(a) and (b is None or has_aligned_rows(b))

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from dmuon_core.syrk.contract import SyrkFn, SyrkSpec
-from dmuon_kernels.probes import not_carried, probe_cute_sm80, probe_quack, probe_triton, triton_rejects
+from dmuon_kernels.probes import (
+    has_tma,
+    is_k_major,
+    not_carried,
+    probe_cute_sm80,
+    probe_quack,
+    probe_triton,
+    quack_rejects,
+    tma_complaint,
+    triton_rejects,
+)
+from dmuon_kernels.quack_config import quack_candidates
+from dmuon_kernels.triton_config import tma_candidates
 
 CONTRACT = 1
 """The kernel contract these backends are written for. Not core's number: a newer core must see the difference."""
 
 
 def _load_quack() -> SyrkFn:
-    raise NotImplementedError(not_carried("quack"))
+    from dmuon_kernels.quack_syrk import quack_syrk
+
+    return quack_syrk
 
 
 def _load_cute_sm80() -> SyrkFn:
@@ -23,6 +40,26 @@ def _load_triton() -> SyrkFn:
     return triton_syrk
 
 
-QUACK = SyrkSpec("quack", CONTRACT, "Tri Dao quack", 90, probe_quack, _load_quack)
+def quack_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:
+    """The labels of quack's configurations that are worth timing for these operands."""
+    capability = torch.cuda.get_device_capability(a.device)
+    return tuple(config.label for config in quack_candidates(capability, k_major=is_k_major(a, b)))
+
+
+def triton_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:
+    """The labels of the Triton configurations worth timing for these operands, with a row-major result."""
+    if not has_tma(a.device) or a.numel() == 0:
+        return ()
+    batch, m = a.shape[:-2].numel(), a.shape[-2]
+    complaint = tma_complaint(_as_batch(a), None if b is None else _as_batch(b), None if c is None else _as_batch(c))
+    return () if complaint or m % 8 else tuple(config.label for config in tma_candidates(m, batch))
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """[*, M, N] as [B, M, N]."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+QUACK = SyrkSpec("quack", CONTRACT, "Tri Dao quack", 90, probe_quack, _load_quack, quack_rejects, quack_configs)
 CUTE_SM80 = SyrkSpec("cute_sm80", CONTRACT, "DMuon internal", 80, probe_cute_sm80, _load_cute_sm80)
-TRITON = SyrkSpec("triton", CONTRACT, "DMuon internal", 70, probe_triton, _load_triton, triton_rejects)
+TRITON = SyrkSpec("triton", CONTRACT, "DMuon internal", 70, probe_triton, _load_triton, triton_rejects, triton_configs)

@@ -24,6 +24,25 @@ def lower_tile(t):
 
 
 @triton.jit
+def grouped_tile(t, n, GROUP: tl.constexpr):
+    """Row and column of entry t of a lower triangle of n rows, counted in bands of GROUP rows, a band column by column.
+
+    Neighbours in this order share rows and columns of the operands, so these come from the L2 cache.
+    """
+    i, j = lower_tile(t)
+    if GROUP > 1:
+        band = i // GROUP * GROUP
+        rows = tl.minimum(n - band, GROUP)
+        # The bands in front of this one hold a triangle, and this band is a rectangle followed by a triangle.
+        in_band = t - band * (band + 1) // 2
+        in_triangle = in_band - rows * band
+        below, right = lower_tile(tl.maximum(in_triangle, 0))
+        i = band + tl.where(in_triangle < 0, in_band % rows, below)
+        j = tl.where(in_triangle < 0, in_band // rows, band + right)
+    return i, j
+
+
+@triton.jit
 def multiply(
     a,
     b,

@@ -86,8 +86,7 @@ def _per_item(scalar: Scalar) -> Scalar:
 
 
 def _store(d: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    d = mirror_lower(d.to(dtype))
-    return d if out is None else out.copy_(d)
+    return mirror_lower(d.to(dtype), out)
 
 
 def batched_product(
@@ -109,9 +108,9 @@ def batched_product(
     return d_BMN
 
 
-def mirror_lower(d: Tensor) -> Tensor:
-    """The symmetric matrix with d's lower triangle."""
-    return torch.tril(d) + torch.tril(d, -1).mT
+def mirror_lower(d: Tensor, out: Tensor | None = None) -> Tensor:
+    """The symmetric matrix with d's lower triangle, in ``out`` where it is given."""
+    return torch.add(torch.tril(d), torch.tril(d, -1).mT, out=out)
 
 
 class _CublasFlags:

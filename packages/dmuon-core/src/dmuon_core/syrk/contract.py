@@ -16,9 +16,10 @@ Legend: B matrices, M rows, K columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +53,16 @@ def accept_all(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
     return None
 
 
+def one_config(a: Tensor, b: Tensor | None, c: Tensor | None) -> Sequence[str]:
+    """The ``configs`` of a backend that chooses for itself and takes no ``config``."""
+    return ()
+
+
+def no_prediction(batch: int, m: int, k: int, device: torch.device) -> float | None:
+    """The ``predict`` of a backend without a model of its time."""
+    return None
+
+
 @dataclass(frozen=True)
 class SyrkSpec:
     """A backend, as a value. Building one imports nothing heavy and touches no device.
@@ -64,6 +75,10 @@ class SyrkSpec:
         probe: ``probe(device)`` is None when the backend can run there, else the reason and the remedy. Cheap.
         load: returns the kernel; may import what it needs and may raise anything.
         rejects: ``rejects(a, b, c)`` is None when it takes these operands, else the reason. Cheap.
+        configs: ``configs(a, b, c)`` names the configurations (tile, pipeline, cluster, ...) worth timing for these
+            operands. A kernel with any takes the keyword ``config``, one of the names or None for its own choice.
+        predict: ``predict(batch, m, k, device)`` is the time in seconds of one product in half precision that the
+            backend expects on ``device``, None where it has no model. Orders the backends for shapes nobody measured.
     """
 
     name: str
@@ -73,6 +88,13 @@ class SyrkSpec:
     probe: Callable[[torch.device], str | None]
     load: Callable[[], SyrkFn]
     rejects: Callable[[Tensor, Tensor | None, Tensor | None], str | None] = accept_all
+    configs: Callable[[Tensor, Tensor | None, Tensor | None], Sequence[str]] = one_config
+    predict: Callable[[int, int, int, torch.device], float | None] = no_prediction
+
+
+def with_config(fn: SyrkFn, config: str | None) -> SyrkFn:
+    """``fn`` in one of its backend's ``configs``, None for its own choice."""
+    return fn if config is None else cast(SyrkFn, functools.partial(cast(Any, fn), config=config))
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

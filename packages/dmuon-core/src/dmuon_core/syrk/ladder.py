@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dmuon_core.env import NS_KERNEL, read_settings
 from dmuon_core.notices import warn_once
+from dmuon_core.syrk import verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
-from dmuon_core.syrk.contract import Scalar, SyrkFn, SyrkSpec
+from dmuon_core.syrk.contract import Scalar, SyrkFn, SyrkSpec, with_config
 from dmuon_core.syrk.discovery import Found, describe_error, discover
 
 LAST_RESORT = "torch"
@@ -124,21 +125,24 @@ class KernelChoice:
         name: what the user chose, ``"auto"`` or a backend.
         launches: how often each backend ran so far, in this process and by this object.
         ran: what ran under each name, and where it did last.
+        deterministic: take the ladder's order for every shape, whatever was measured.
     """
 
     name: str
     launches: Counter[str] = field(default_factory=Counter)
     ran: dict[str, tuple[SyrkSpec, torch.device]] = field(default_factory=dict)
+    deterministic: bool = False
     _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
+    _orders: dict[tuple[torch.device, int, str], tuple[Loaded, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kernel: str) -> KernelChoice:
+    def of(cls, kernel: str, *, deterministic: bool = False) -> KernelChoice:
         """``kernel``, or what ``DMUON_NS_KERNEL`` says where it is ``"auto"``.
 
         Raises:
             KernelUnavailableError: no backend has that name, or it cannot run on the default device.
         """
-        choice = cls(read_settings().ns_kernel if kernel == "auto" else kernel)
+        choice = cls(read_settings().ns_kernel if kernel == "auto" else kernel, deterministic=deterministic)
         if choice.name != "auto":
             choice.ladder(default_device())
         return choice
@@ -150,7 +154,7 @@ class KernelChoice:
             KernelUnavailableError: the named backend cannot run there.
         """
         if device not in self._ladders:
-            if not _computes(device):
+            if not computes(device):
                 return (Loaded(TORCH, torch_syrk),)
             self._ladders[device] = _climb(device) if self.name == "auto" else (_named(self.name, device),)
         return self._ladders[device]
@@ -168,8 +172,8 @@ class KernelChoice:
     ) -> Tensor:
         """One symmetric product by the best backend that takes these operands (``dmuon_core.syrk.contract``)."""
         refusals: list[str] = []
-        for spec, fn in self.ladder(a.device):
-            refusal = spec.rejects(a, b, c)
+        for spec, fn in self.order(a, b, c):
+            refusal = refusal_of(spec, a, b, c)
             if refusal is None:
                 self.ran[spec.name] = spec, a.device
                 self.launches[spec.name] += 1
@@ -177,16 +181,68 @@ class KernelChoice:
             refusals.append(f"{spec.name}: {refusal}")
         raise unavailable(self.name, a.device, "it does not take these operands: " + "; ".join(refusals))
 
+    def order(self, a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Loaded, ...]:
+        """The backends to try for these operands: the fastest known, then the ladder."""
+        ladder = self.ladder(a.device)
+        if self.deterministic or a.device.type != "cuda" or not computes(a.device):
+            return ladder
+        key = (a.device, verdicts.epoch(), verdicts.operands_key(a, b, c))
+        if key not in self._orders:
+            self._orders[key] = _ranked(ladder, a, b, c, key[2])
+        return self._orders[key]
+
     def __getstate__(self) -> dict[str, object]:
         # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.
-        return {"name": self.name, "launches": Counter(), "ran": {}, "_ladders": {}}
+        fresh: dict[str, object] = {"launches": Counter(), "ran": {}, "_ladders": {}, "_orders": {}}
+        return {"name": self.name, "deterministic": self.deterministic, **fresh}
+
+    @property
+    def epoch(self) -> int:
+        """Changes where the same operands may now go to another kernel."""
+        return verdicts.epoch()
 
     def expected(self, device: torch.device) -> SyrkSpec:
         """The backend at the top of the ladder on ``device``."""
         return self.ladder(device)[0].spec
 
 
-def _computes(device: torch.device) -> bool:
+def refusal_of(spec: SyrkSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
+    """Why the backend does not take these operands, None where it does."""
+    try:
+        return spec.rejects(a, b, c)
+    except Exception as error:
+        return f"its check of operands failed: {describe_error(error)}"
+
+
+def _ranked(ladder: tuple[Loaded, ...], a: Tensor, b: Tensor | None, c: Tensor | None, key: str) -> tuple[Loaded, ...]:
+    """The measured fastest first, in its configuration; of shapes nobody measured, the fastest by prediction."""
+    verdict = verdicts.find(a.device, key)
+    if verdict is None:
+        return _predicted(ladder, a)
+    for i, (spec, fn) in enumerate(ladder):
+        if spec.name != verdict.kernel:
+            continue
+        others = ladder[:i] + ladder[i + 1 :]
+        if verdict.config is None:
+            return (ladder[i], *others)
+        # A verdict may be older than the backend.
+        if refusal_of(spec, a, b, c) is None and verdict.config in spec.configs(a, b, c):
+            return (Loaded(spec, with_config(fn, verdict.config)), *others)
+    return _predicted(ladder, a)
+
+
+def _predicted(ladder: tuple[Loaded, ...], a: Tensor) -> tuple[Loaded, ...]:
+    """The ladder, its backends with a prediction sorted by it among themselves."""
+    batch, (m, k) = a.shape[:-2].numel(), a.shape[-2:]
+    times = {each.spec.name: each.spec.predict(batch, m, k, a.device) for each in ladder}
+    known = sorted(
+        (each for each in ladder if times[each.spec.name] is not None), key=lambda each: times[each.spec.name] or 0.0
+    )
+    rest = iter(known)
+    return tuple(each if times[each.spec.name] is None else next(rest) for each in ladder)
+
+
+def computes(device: torch.device) -> bool:
     """Whether tensors there have values now, so that a kernel can be checked and run: not on meta, not faked."""
     return device.type != "meta" and type(torch.empty(0)) is Tensor
 

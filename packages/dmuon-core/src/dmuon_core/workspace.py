@@ -1,0 +1,353 @@
+"""Newton-Schulz in half precision on a GPU, in memory that stays: plans, their buffers, and replay as CUDA graphs.
+
+Legend: B matrices, M rows, N columns, M <= N, both padded to multiples of 16 with zeros: padded rows and columns stay
+zero in every product with X, so results are those of the logical matrices.
+
+An arena is the memory of one stream. The plans of a stream run one after the other and all live in it, at the same
+addresses in every step, so that a graph captured once can be replayed. Nothing of a step but the matrices themselves
+enters a graph; they are written by normalizing into the plan's input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dmuon_core.batching import SQUARES, padded
+from dmuon_core.coefficients import Triple
+from dmuon_core.iteration import Backend, iterate
+from dmuon_core.normalize import normalize_into
+from dmuon_core.syrk.builtin import full_precision_reduction
+from dmuon_core.syrk.discovery import describe_error
+from dmuon_core.syrk.ladder import KernelChoice
+
+_log = logging.getLogger("dmuon.newton_schulz")
+
+GRAPH_CAP = 256 * 2**20
+"""Bytes that capturing one plan may add to the memory of graphs. The buffers are outside; cuBLAS takes 32 MiB once."""
+
+_PLANS = 64  # a stream's; beyond it the one that ran longest ago goes
+_BOUNDARY = 256  # bytes that a buffer starts at a multiple of
+
+
+@dataclass(frozen=True)
+class Part:
+    """The matrices of a plan that lie in one stack, ``[count, m, n]``.
+
+    Attributes:
+        count, m, n: m ≤ n.
+        row_major: whether a matrix's rows lie one after the other; else its columns do, as in a tall one transposed.
+    """
+
+    count: int
+    m: int
+    n: int
+    row_major: bool
+
+    @property
+    def elements(self) -> int:
+        return self.count * padded(self.m) * padded(self.n)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """``flat`` as padded matrices of this part, in its layout."""
+        m, n = padded(self.m), padded(self.n)
+        return flat.view(self.count, m, n) if self.row_major else flat.view(self.count, n, m).mT
+
+    def logical(self, padded_BMN: Tensor) -> Tensor:
+        return padded_BMN[:, : self.m, : self.n]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.m != padded(self.m) or self.n != padded(self.n)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a stack of matrices is in a plan: ``[start:stop]`` of the part with the number ``part``."""
+
+    part: int
+    start: int
+    stop: int
+
+
+def arrange(matrices: Sequence[Tensor]) -> tuple[tuple[Part, ...], list[Slot]]:
+    """Stacks of equal shape and layout as one part each, and the slot of every stack."""
+    m = matrices[0].shape[1]
+    counts: dict[tuple[int, bool], int] = {}
+    starts = []
+    for x_BMN in matrices:
+        key = _layout(x_BMN)
+        starts.append(counts.get(key, 0))
+        counts[key] = starts[-1] + x_BMN.shape[0]
+    numbers = {key: i for i, key in enumerate(counts)}
+    slots = [Slot(numbers[_layout(x)], start, start + x.shape[0]) for x, start in zip(matrices, starts, strict=True)]
+    return tuple(Part(count, m, n, row_major) for (n, row_major), count in counts.items()), slots
+
+
+def _layout(x_BMN: Tensor) -> tuple[int, bool]:
+    return x_BMN.shape[2], x_BMN.stride(2) == 1 or x_BMN.stride(1) != 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a plan computes: everything of it that does not change from step to step."""
+
+    form: Backend
+    segments: tuple[tuple[Triple, ...], ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of every buffer: the M×M ones, X before and X after a product with Q."""
+        squares = sum(part.count for part in self.parts) * padded(self.parts[0].m) ** 2
+        return [squares] * SQUARES + [part.elements for part in self.parts] * 2
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_aligned(size * self.dtype.itemsize) for size in self.sizes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _BOUNDARY) * _BOUNDARY
+
+
+def _carve(memory: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
+    """``sizes`` elements of ``dtype`` each, one after the other in ``memory``."""
+    starts = itertools.accumulate([0, *(_aligned(size * dtype.itemsize) for size in sizes)])
+    return [
+        memory[start : start + size * dtype.itemsize].view(dtype) for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+class Buffers:
+    """The buffers of a recipe, carved out of one piece of memory, and the products that write into them."""
+
+    def __init__(self, recipe: Recipe, memory: Tensor, kernel: KernelChoice) -> None:
+        m = padded(recipe.parts[0].m)
+        pieces = _carve(memory, recipe.dtype, recipe.sizes)
+        self._squares = [piece.view(-1, m, m) for piece in pieces[:SQUARES]]
+        stacks = [part.shaped(piece) for part, piece in zip(recipe.parts * 2, pieces[SQUARES:], strict=True)]
+        self._stacks = stacks[: len(recipe.parts)], stacks[len(recipe.parts) :]
+        bounds = itertools.accumulate([0, *(part.count for part in recipe.parts)])
+        self._slices = [slice(i, j) for i, j in itertools.pairwise(bounds)]
+        self._kernel = kernel
+        self._next = 0
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return self._stacks[0]
+
+    def rewind(self) -> None:
+        """Back to the first buffer, so that every run writes to the same addresses."""
+        self._next = 0
+
+    def _square(self) -> Tensor:
+        self._next += 1
+        return self._squares[(self._next - 1) % SQUARES]
+
+    def gram(self, xs: Sequence[Tensor]) -> Tensor:
+        r_BMM = self._square()
+        for x_BMN, at in zip(xs, self._slices, strict=True):
+            self._kernel(x_BMN, out=r_BMM[at])
+        return r_BMM
+
+    def symmetric(self, a: Tensor, b: Tensor | None, c: Tensor, *, alpha: float, beta: float) -> Tensor:
+        return self._kernel(a, b, c, alpha=alpha, beta=beta, out=self._square())
+
+    def whole(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
+        return torch.baddbmm(c, a, b, beta=beta, out=self._square())
+
+    def plus_identity(self, z: Tensor, a: float) -> Tensor:
+        q_BMM = self._square().copy_(z)
+        # On a GPU the scalar enters in fp32 and the sum is rounded once.
+        q_BMM.diagonal(dim1=-2, dim2=-1).add_(a)
+        return q_BMM
+
+    def apply(self, q: Tensor, xs: Sequence[Tensor], *, beta: float = 0.0) -> Sequence[Tensor]:
+        outs = self._stacks[1] if xs[0].data_ptr() == self._stacks[0][0].data_ptr() else self._stacks[0]
+        for x_BMN, out_BMN, at in zip(xs, outs, self._slices, strict=True):
+            if beta:
+                torch.baddbmm(x_BMN, q[at], x_BMN, beta=beta, out=out_BMN)
+            else:
+                torch.bmm(q[at], x_BMN, out=out_BMN)
+        return outs
+
+
+class Plan:
+    """A recipe in the memory of an arena, run eagerly once, then captured, then replayed."""
+
+    def __init__(self, recipe: Recipe, memory: Tensor, kernel: KernelChoice, capture: Capture | None) -> None:
+        self.recipe = recipe
+        self.kernel = kernel
+        self._buffers = Buffers(recipe, memory, kernel)
+        self._capture = capture
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._launches: Counter[str] = Counter()
+        self._results: Sequence[Tensor] = ()
+
+    def run(self, matrices: Sequence[Tensor], slots: Sequence[Slot]) -> list[Tensor]:
+        """The factor of every stack of ``matrices``, in the plan's memory: to be read before the arena's next run."""
+        for part, x_BMN in zip(self.recipe.parts, self._buffers.inputs, strict=True):
+            if part.is_padded:
+                x_BMN.zero_()
+        normalize_into(matrices, self._at(slots, self._buffers.inputs))
+        if self._graph is None and self._capture is not None and self._results:
+            self._try_capture(self._capture)
+        if self._graph is None:
+            self._results = self._iterate()
+        else:
+            self._graph.replay()
+            self.kernel.launches.update(self._launches)
+        return self._at(slots, self._results)
+
+    def _at(self, slots: Sequence[Slot], stacks: Sequence[Tensor]) -> list[Tensor]:
+        logical = [part.logical(stack) for part, stack in zip(self.recipe.parts, stacks, strict=True)]
+        return [logical[slot.part][slot.start : slot.stop] for slot in slots]
+
+    def _iterate(self) -> Sequence[Tensor]:
+        self._buffers.rewind()
+        with full_precision_reduction():
+            return iterate(self.recipe.form, self._buffers.inputs, self.recipe.segments, self._buffers)
+
+    def _try_capture(self, capture: Capture) -> None:
+        before = Counter(self.kernel.launches)
+        try:
+            self._graph = capture(self._iterate)
+        except Exception as error:
+            _log.warning("Newton-Schulz of %s stays without a CUDA graph: %s", self._describe(), describe_error(error))
+            self._capture = None
+        self._launches = self.kernel.launches - before
+        self.kernel.launches.subtract(self._launches)
+
+    def _describe(self) -> str:
+        return " + ".join(f"{part.count}×{part.m}×{part.n}" for part in self.recipe.parts)
+
+
+class Capture:
+    """Captures on a stream of its own, into memory that all graphs of an arena share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open()
+
+    def _open(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """The graph of what ``run`` launches.
+
+        Raises:
+            RuntimeError: the capture failed or took more memory than :data:`GRAPH_CAP`.
+        """
+        graph = torch.cuda.CUDAGraph()
+        reserved = torch.cuda.memory_reserved(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            self._recover()
+            raise
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        taken = torch.cuda.memory_reserved(self._device) - reserved
+        if taken > GRAPH_CAP:
+            graph.reset()
+            raise RuntimeError(f"the graph took {taken / 2**20:.0f} MiB, {GRAPH_CAP / 2**20:.0f} are allowed")
+        return graph
+
+    def _recover(self) -> None:
+        """After a capture that broke off, torch holds the generator and the pool for capturing still.
+
+        The next random number would raise: the generator goes on with a copy of its state, which is not.
+        """
+        generator = torch.cuda.default_generators[self._device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+        self._open()
+
+
+class Arena:
+    """The memory and the plans of one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._plans: OrderedDict[object, Plan] = OrderedDict()
+        self._capture: Capture | None = None
+
+    def plan(self, recipe: Recipe, kernel: KernelChoice, *, graphs: bool) -> Plan:
+        """The plan of a recipe; the same one as long as it is in use."""
+        key = (recipe, id(kernel), kernel.epoch, graphs)
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        if recipe.nbytes > self._memory.numel():
+            # The others must move too, or they would keep the old memory alive.
+            self._plans.clear()
+            self._memory = torch.empty(recipe.nbytes, dtype=torch.uint8, device=self._device)
+        if graphs and self._capture is None:
+            self._capture = Capture(self._device)
+        plan = Plan(recipe, self._memory, kernel, self._capture if graphs else None)
+        self._plans[key] = plan
+        if len(self._plans) > _PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+
+_arenas: dict[tuple[torch.device, int], Arena] = {}
+_opening = threading.Lock()
+
+
+def _arena(device: torch.device) -> Arena:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    with _opening:
+        if (device, stream) not in _arenas:
+            _arenas[device, stream] = Arena(device)
+        return _arenas[device, stream]
+
+
+@contextlib.contextmanager
+def factors(
+    matrices: Sequence[Tensor],
+    *,
+    form: Backend,
+    segments: tuple[tuple[Triple, ...], ...],
+    dtype: torch.dtype,
+    kernel: KernelChoice,
+    graphs: bool,
+) -> Iterator[list[Tensor]]:
+    """The orthogonal factors of stacks ``[B, m, n]`` with one m ≤ n, in memory that is theirs inside the context only.
+
+    Args:
+        matrices: on one device, any dtype and strides.
+        form, segments: the iteration.
+        dtype: of X, R and Q: float16 or bfloat16.
+        kernel: of the symmetric products.
+        graphs: whether to replay CUDA graphs.
+    """
+    device = matrices[0].device
+    parts, slots = arrange(matrices)
+    recipe = Recipe(form, segments, dtype, parts)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # What the user captures must own its memory.
+            yield Arena(device).plan(recipe, kernel, graphs=False).run(matrices, slots)
+            return
+        arena = _arena(device)
+        with arena.lock:
+            yield arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda").run(matrices, slots)

@@ -1,0 +1,229 @@
+"""Choosing per shape: what a verdict depends on, the file and what may be wrong with it, and what the choice does."""
+
+import dataclasses
+import json
+import multiprocessing
+import warnings
+
+import pytest
+import torch
+
+from dmuon_core import NewtonSchulz, export_verdicts, tune, use_verdicts
+from dmuon_core import env as environment
+from dmuon_core.notices import warn_once
+from dmuon_core.syrk import ladder, verdicts
+from dmuon_core.syrk.builtin import TORCH, torch_syrk
+from dmuon_core.syrk.contract import API, SyrkSpec, with_config
+from dmuon_core.syrk.ladder import KernelChoice, Loaded
+from dmuon_core.syrk.verdicts import Verdict, batch_class, operands_key
+
+CPU = torch.device("cpu")
+KEY = "float16 k · · 2x64x96"
+
+
+@pytest.fixture(autouse=True)
+def _own_book(tmp_path, monkeypatch):
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(verdicts, "_book", verdicts._Book())
+    warn_once.cache_clear()
+
+
+def forget(monkeypatch):
+    """As a new process would start."""
+    monkeypatch.setattr(verdicts, "_book", verdicts._Book())
+
+
+def test_keys_tell_apart_what_changes_the_time():
+    a = torch.empty(2, 64, 96, dtype=torch.float16)
+    square = torch.empty(2, 64, 64, dtype=torch.float16)
+    tall = torch.empty(2, 96, 64, dtype=torch.float16).mT
+    keys = {
+        operands_key(*each)
+        for each in [
+            (a, None, None),
+            (tall, None, None),
+            (a, a, None),
+            (a, tall, None),
+            (a, None, square),
+            (a.bfloat16(), None, None),
+            (a[:1], None, None),
+            (a[:, :32], None, None),
+        ]
+    }
+    assert len(keys) == 8
+    assert operands_key(a, None, None) == KEY
+    assert [batch_class(batch) for batch in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 3, 4, 8, 8, 16, 16, 32]
+
+
+def test_verdicts_are_kept_over_processes(monkeypatch):
+    verdicts.add(CPU, {KEY: Verdict("torch", "tile-7", 12.5)})
+    forget(monkeypatch)
+    assert verdicts.find(CPU, KEY) == Verdict("torch", "tile-7", 12.5)
+    assert verdicts.find(CPU, KEY + "0") is None
+
+
+def test_verdicts_that_are_not_kept(monkeypatch, tmp_path):
+    verdicts.add(CPU, {KEY: Verdict("torch")}, keep=False)
+    assert verdicts.find(CPU, KEY) == Verdict("torch")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"format": 99}', '{"format": 1, "machine": "another", "verdicts": {}}', "\x00\xff"],
+)
+def test_a_file_of_another_kind_is_ignored_with_one_warning(monkeypatch, content):
+    path = verdicts._file(verdicts.machine(CPU))
+    path.write_text(content)
+    with pytest.warns(RuntimeWarning, match=r"verdicts-.*are ignored"):
+        assert verdicts.find(CPU, KEY) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdicts.find(CPU, KEY) is None
+    verdicts.add(CPU, {KEY: Verdict("torch")})
+    assert verdicts.find(CPU, KEY) == Verdict("torch")
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(blocked / "below"))
+    with pytest.warns(RuntimeWarning, match="stay in this process"):
+        verdicts.add(CPU, {KEY: Verdict("torch")})
+    assert verdicts.find(CPU, KEY) == Verdict("torch")
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    monkeypatch.delenv("DMUON_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(environment.Path, "home", homeless)
+    verdicts.add(CPU, {KEY: Verdict("torch")})
+    assert verdicts.find(CPU, KEY) == Verdict("torch")
+
+
+def _write(number):
+    verdicts.add(CPU, {f"key {number} {i}": Verdict("torch", None, float(i)) for i in range(200)})
+
+
+def test_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypatch):
+    """A reader once met half of a file."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_write, args=(number,)) for number in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    (path,) = tmp_path.iterdir()
+    assert len(json.loads(path.read_text())["verdicts"]) >= 200
+
+
+def test_exported_verdicts_are_used_elsewhere(monkeypatch):
+    verdicts.add(CPU, {KEY: Verdict("torch", None, 1.0)}, keep=False)
+    exported = json.loads(json.dumps(export_verdicts()))
+    forget(monkeypatch)
+    before = verdicts.epoch()
+    use_verdicts(exported)
+    assert verdicts.epoch() != before
+    assert verdicts.find(CPU, KEY) == Verdict("torch", None, 1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"format": 2, "machines": {}}, {"format": 1, "machines": {"x": {"k": {"y": 1}}}}]
+)
+def test_verdicts_of_another_form_are_refused(wrong):
+    with pytest.raises(ValueError, match="use_verdicts takes what export_verdicts returned"):
+        use_verdicts(wrong)
+
+
+def backend(name, priority, **options):
+    calls = []
+
+    def fn(*args, config=None, **kwargs):
+        calls.append(config)
+        return torch_syrk(*args, **kwargs)
+
+    return Loaded(SyrkSpec(name, API, "test", priority, lambda device: None, lambda: fn, **options), fn), calls
+
+
+@pytest.fixture
+def two():
+    """A ladder of two backends, one with configurations, ranked for CPU operands."""
+    first, first_calls = backend("first", 90)
+    second, second_calls = backend("second", 80, configs=lambda a, b, c: ("small", "large"))
+    return (first, second), {"first": first_calls, "second": second_calls}
+
+
+def ranked(rungs, a, key=KEY):
+    return ladder._ranked(rungs, a, None, None, key)
+
+
+def test_a_verdict_puts_its_kernel_first_in_its_configuration(two):
+    rungs, calls = two
+    a = torch.randn(2, 64, 96).half()
+    assert [each.spec.name for each in ranked(rungs, a)] == ["first", "second"]
+    verdicts.add(CPU, {KEY: Verdict("second", "large")}, keep=False)
+    order = ranked(rungs, a)
+    assert [each.spec.name for each in order] == ["second", "first"]
+    order[0].fn(a)
+    assert calls["second"] == ["large"]
+
+
+@pytest.mark.parametrize("stale", [Verdict("second", "gone"), Verdict("absent")])
+def test_a_verdict_that_no_longer_fits_is_passed_over(two, stale):
+    verdicts.add(CPU, {KEY: stale}, keep=False)
+    assert [each.spec.name for each in ranked(two[0], torch.randn(2, 64, 96).half())] == ["first", "second"]
+
+
+def test_predictions_order_the_shapes_nobody_measured(two):
+    slow, _ = backend("slow", 90, predict=lambda batch, m, k, device: 2e-6 * batch)
+    fast, _ = backend("fast", 70, predict=lambda batch, m, k, device: 1e-6 * m)
+    silent = two[0][0]
+    rungs = (slow, silent, fast)
+    names = [each.spec.name for each in ranked(rungs, torch.randn(2, 64, 96).half())]
+    assert names == ["slow", "first", "fast"]
+    names = [each.spec.name for each in ranked(rungs, torch.randn(64, 2, 96).half())]
+    assert names == ["fast", "first", "slow"]
+
+
+def test_an_exception_in_a_backends_check_is_a_reason(monkeypatch):
+    def broken(a, b, c):
+        raise KeyError("stride")
+
+    choice = KernelChoice("auto")
+    fussy, _ = backend("fussy", 90, rejects=broken)
+    choice._ladders[CPU] = (fussy, Loaded(TORCH, torch_syrk))
+    choice(torch.randn(4, 8))
+    assert choice.launches == {"torch": 1}
+    choice._ladders[CPU] = (fussy,)
+    with pytest.raises(RuntimeError, match="its check of operands failed: KeyError"):
+        choice(torch.randn(4, 8))
+
+
+def test_deterministic_choices_know_no_verdicts(monkeypatch):
+    assert NewtonSchulz(deterministic=True).kernel.deterministic
+    monkeypatch.setattr(verdicts, "find", lambda device, key: pytest.fail("looked up"))
+    choice = dataclasses.replace(KernelChoice("auto"), deterministic=True)
+    choice._ladders[CPU] = (Loaded(TORCH, torch_syrk),)
+    assert choice.order(torch.randn(4, 8), None, None) == choice.ladder(CPU)
+
+
+def test_tuning_needs_a_gpu():
+    with pytest.raises(ValueError, match="tune measures on a CUDA device, got cpu"):
+        tune([(1, 64, 64)], device="cpu")
+
+
+def test_a_configuration_reaches_the_kernel(two):
+    (_, second), calls = two
+    with_config(second.fn, "small")(torch.randn(4, 8))
+    with_config(second.fn, None)(torch.randn(4, 8))
+    assert calls["second"] == ["small", None]
+
+
+def test_the_environment_turns_graphs_off(monkeypatch):
+    for value, on in (("0", False), ("off", False), ("", True), ("1", True)):
+        monkeypatch.setenv("DMUON_NS_CUDA_GRAPH", value)
+        assert environment.read_settings().ns_cuda_graph is on

@@ -1,0 +1,257 @@
+"""Newton-Schulz on a CUDA device: the accuracy rules with real kernels' rounding, plans, graphs, streams."""
+
+import functools
+import logging
+import zlib
+
+import pytest
+import torch
+
+from dmuon_core import NewtonSchulz, get_ns_backend, muon_update_, workspace
+from dmuon_core.normalize import normalize, normalize_into
+from dmuon_core.syrk import ladder, tuning, verdicts
+from dmuon_core.testing import SPECTRA, exact_polynomial, judge, relative_error, repeated_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+KERNELS = ["auto", "quack", "triton", "cublas"]
+SHAPES = [(64, 256), (256, 64), (96, 96), (67, 131), (300, 200), (1, 96), (96, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+
+
+@functools.cache
+def _kernel(name: str) -> str:
+    try:
+        NewtonSchulz(kernel=name)
+    except ladder.KernelUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def orthogonalizer(form: str, kernel: str, **options) -> NewtonSchulz:
+    if _kernel(kernel):
+        pytest.skip(_kernel(kernel).splitlines()[0])
+    return NewtonSchulz(form, kernel, **options)
+
+
+def matrix(family: str, shape: tuple[int, int]) -> torch.Tensor:
+    return SPECTRA[family](*shape, torch.Generator().manual_seed(zlib.crc32(family.encode()))).float()
+
+
+HARD = ("repeated rows", "half zeros", "log decay 1e-3", "condition 1e6")
+EVERY = [(family, "auto") for family in SPECTRA] + [(family, kernel) for kernel in KERNELS[1:] for family in HARD]
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+@pytest.mark.parametrize(("family", "kernel"), EVERY)
+def test_every_family_holds_the_bound_on_singular_values(family, form, kernel):
+    ns = orthogonalizer(form, kernel)
+    for shape in SHAPES:
+        x = matrix(family, shape)
+        results = [ns(x.cuda()).cpu() for _ in range(3)]  # eager, captured, replayed
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+        got = judge(x, results[0], ns.schedule().triples)
+        assert got.sigma_max <= got.sigma_bound, (shape, got)
+        assert got.dual >= got.exact_dual - 0.05, (shape, got)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gaussian_error(kernel):
+    """The families' errors have their bounds on a CPU; this is the kernels' own rounding."""
+    ns = orthogonalizer("gram", kernel)
+    for shape in ((256, 768), (512, 512), (768, 256)):
+        x = matrix("gaussian", shape)
+        assert judge(x, ns(x.cuda()).cpu(), ns.schedule().triples).error <= 0.004
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_restart_rule_on_repeated_rows(kernel):
+    """Restarting after 3 steps gave a largest singular value of 118 once in sixty draws; after 2 it is bounded."""
+    ns = orthogonalizer("gram", kernel)
+    draws = []
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        distinct, rank, noise = 1 + seed % 8, 1 + seed % 3, 10.0 ** -(2 + seed % 4)
+        draws.append(repeated_rows(256, 768, generator, distinct=distinct, rank=rank, noise=noise).float())
+    x = torch.stack(draws).cuda()
+    y = ns(x).double()
+    bound = judge(draws[0], draws[0], ns.schedule().triples).sigma_bound
+    assert float(torch.linalg.matrix_norm(y, ord=2).max()) <= bound
+    want = torch.stack([exact_polynomial(draw, ns.schedule().triples) for draw in draws[:20]])
+    errors = [relative_error(got, exact) for got, exact in zip(y.cpu(), want, strict=False)]
+    assert max(errors) <= 0.2, errors
+
+
+def test_launches_are_counted_in_replays():
+    ns = orthogonalizer("gram", "cublas")
+    x = torch.randn(2, 64, 96, device="cuda")
+    for steps in range(1, 5):
+        ns(x)
+        assert ns.kernel.launches == {"cublas": 14 * steps}
+    assert get_ns_backend(ns).endswith("launches: cublas 56")
+
+
+def test_graphs_equal_eager_runs_with_new_data(monkeypatch):
+    """What a graph baked in would be the first step's data."""
+    monkeypatch.setenv("DMUON_NS_CUDA_GRAPH", "0")
+    eager = NewtonSchulz()
+    monkeypatch.delenv("DMUON_NS_CUDA_GRAPH")
+    graphed = NewtonSchulz()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        for shape in ((3, 128, 320), (200, 64), (77, 301)):
+            x = torch.randn(shape, device="cuda")
+            assert torch.equal(graphed(x), eager(x)), (seed, shape)
+
+
+def test_capture_that_fails_leaves_the_plan_eager(monkeypatch, caplog):
+    def fail(self, run):
+        raise RuntimeError("no capture today")
+
+    monkeypatch.setattr(workspace.Capture, "__call__", fail)
+    ns = NewtonSchulz()
+    x = torch.randn(48, 80, device="cuda")
+    with caplog.at_level(logging.WARNING, "dmuon"):
+        results = [ns(x) for _ in range(4)]
+    assert all(torch.equal(y, results[0]) for y in results)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Newton-Schulz of 1×48×80 stays without a CUDA graph: RuntimeError: no capture today"
+    ]
+
+
+def test_capture_that_breaks_off_leaves_random_numbers_alone():
+    """torch once went on refusing every random number on the device."""
+    capture = workspace.Capture(torch.device("cuda", torch.cuda.current_device()))
+    torch.manual_seed(1)
+    torch.randn(7, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with pytest.raises(RuntimeError):
+        capture(torch.cuda.synchronize)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    torch.randn(7, device="cuda")
+    x = torch.ones(5, device="cuda")
+    capture(lambda: x.add_(1)).replay()
+    assert torch.equal(x, torch.full_like(x, 2.0))
+
+
+def test_plans_do_replay(caplog):
+    """Staying eager would pass every comparison of results."""
+    ns = NewtonSchulz()
+    for shape in ((2, 64, 96), (256, 768), (33, 77), (300, 300)):
+        x = torch.randn(shape, device="cuda")
+        with caplog.at_level(logging.WARNING, "dmuon"):
+            for _ in range(3):
+                ns(x)
+    assert not caplog.records
+    plans = [plan for arena in workspace._arenas.values() for plan in arena._plans.values() if plan.kernel is ns.kernel]
+    assert len(plans) == 4
+    assert all(plan._graph is not None for plan in plans)
+
+
+def test_inside_a_capture_of_the_users():
+    ns = NewtonSchulz()
+    x = torch.randn(2, 96, 160, device="cuda")
+    ns(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = ns(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert relative_error(y, ns(x)) <= 1e-2
+
+
+def test_two_streams_have_memory_of_their_own():
+    ns = NewtonSchulz()
+    inputs = [torch.randn(4, 512, 1024, device="cuda") for _ in range(2)]
+    want = [ns(x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    got: list[list[torch.Tensor]] = [[], []]
+    for _ in range(6):
+        for stream, x, results in zip(streams, inputs, got, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(ns(x))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want[i]) for i, results in enumerate(got) for y in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_scalar_is_not_rounded_before_it_is_added(dtype):
+    """A rounded ``a`` is one error in all of Q and none in W·R."""
+    x = torch.randn(1000, device="cuda").to(dtype)
+    for a in (8.287212 / 1.05, 4.107059 / 1.05, 3.9486908):
+        assert torch.equal(x.clone().add_(a), (x.float() + a).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-20, 1.0, 1e4, 1e20, 3e38])
+def test_normalizing_over_the_whole_range(scale, dtype):
+    x = (torch.randn(3, 65, 100, device="cuda").sign() * scale).to(dtype)
+    if not bool(torch.isfinite(x).all()) or not bool(x.any()):
+        pytest.skip("outside of this dtype")
+    out = torch.empty(3, 100, 65, device="cuda", dtype=torch.float16).mT
+    normalize_into([x[:2], x[2:]], [out[:2], out[2:]])
+    assert relative_error(out, normalize(x, torch.float16, exact=True)) <= 1e-3
+
+
+def test_zero_and_non_finite():
+    x = torch.randn(3, 40, 64, device="cuda")
+    x[1] = 0
+    x[2, 3, 5] = float("nan")
+    for _ in range(3):
+        got = NewtonSchulz()(x)
+        assert torch.equal(got[1], torch.zeros_like(got[1]))
+        assert torch.isfinite(got[0]).all()
+        assert not torch.isfinite(got[2]).any()
+
+
+def test_deterministic_bits_depend_on_no_batch():
+    ns = NewtonSchulz(deterministic=True)
+    x = torch.randn(5, 200, 333, device="cuda")
+    whole = ns(x)
+    assert torch.equal(whole[3], ns(x[3]))
+    assert torch.equal(whole[1:4], ns(x[1:4]))
+
+
+def test_a_step_on_many_shapes_equals_the_deterministic_step():
+    shapes = [(256, 512), (512, 256), (256, 256), (3, 256, 128), (384, 96)]
+    views = [None, None, None, "batched", "split(128, 256)"]
+    torch.manual_seed(0)
+    weights = [torch.randn(s, device="cuda") for s in shapes]
+    copies = [w.clone() for w in weights]
+    buffers, others = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    ns, plain = NewtonSchulz(workspace_mib=2), NewtonSchulz(deterministic=True)
+    for _ in range(4):
+        grads = [torch.randn(s, device="cuda") for s in shapes]
+        muon_update_(weights, grads, buffers, lr=0.1, newton_schulz=ns, views=views)
+        muon_update_(copies, grads, others, lr=0.1, newton_schulz=plain, views=views)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, others, strict=True))
+    assert max(relative_error(a, b) for a, b in zip(weights, copies, strict=True)) <= 2e-3
+
+
+def test_compiled_equals_eager():
+    torch._dynamo.reset()
+    ns = NewtonSchulz()
+    x = torch.randn(64, 128, device="cuda")
+    compiled = torch.compile(lambda x: ns(x) + 1, fullgraph=True)
+    assert torch.equal(compiled(x), ns(x) + 1)
+
+
+def test_tuning_chooses_what_runs_and_keeps_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(verdicts, "_book", verdicts._Book())
+    found = tuning.tune([(2, 256, 512), (2, 256, 256)])
+    assert len(found) == 5
+    assert list(tmp_path.glob("verdicts-*.json"))
+    monkeypatch.setattr(verdicts, "_book", verdicts._Book())
+    device = torch.device("cuda", torch.cuda.current_device())
+    for key, verdict in found.items():
+        assert verdicts.find(device, key) == verdict
+    x = torch.randn(2, 256, 512, device="cuda").half()
+    ns = NewtonSchulz()
+    ns(x)
+    key = verdicts.operands_key(x, None, None)
+    assert ns.kernel.launches[found[key].kernel] >= 2

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -241,7 +242,7 @@ class Capture:
 
     def _open(self) -> None:
         self._stream = torch.cuda.Stream(self._device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def __call__(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """The graph of what ``run`` launches.
@@ -249,6 +250,9 @@ class Capture:
         Raises:
             RuntimeError: the capture failed or took more memory than :data:`GRAPH_CAP`.
         """
+        if not self._graphs:
+            # A pool dies with the last graph in it, and torch asserts that a capture's pool is alive or new.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         reserved = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -267,6 +271,7 @@ class Capture:
         if taken > GRAPH_CAP:
             graph.reset()
             raise RuntimeError(f"the graph took {taken / 2**20:.0f} MiB, {GRAPH_CAP / 2**20:.0f} are allowed")
+        self._graphs.add(graph)
         return graph
 
     def _recover(self) -> None:

@@ -1,20 +1,23 @@
 """Time one training step of FSDP2 + fused AdamW and of DMuon on the same model and data, side by side.
 
-    torchrun --nproc_per_node=2 tools/bench_step.py [--tokens 8192 16384] [--rounds 3] [--out results.json]
+    torchrun --nproc_per_node=2 tools/bench_step.py [--tokens 8192 16384] [--replicas 1 2] [--rounds 3] [--out r.json]
 
 The model is Llama-like (12 layers, d 2048, ff 8192, vocabulary 32,000), bf16 compute and reduce, fp32 masters. The loss
 of the variants' first forward is compared; every variant is timed in turn, several rounds, medians. What is printed
-last is a Markdown table: milliseconds of a step by part, host time, peak memory.
+last is a Markdown table: milliseconds of a step by part, host time, memory. Exposed communication is the time of a
+profiled step in which a kernel of NCCL runs and no other does.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -68,13 +71,20 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids_BT[:, 1:].reshape(-1))
 
 
-def build(variant: str, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(variant: str, hsdp: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    replicated = hsdp.size(0) > 1
+    mesh = hsdp if replicated else hsdp["shard"]
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         model = LanguageModel()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if variant != "fsdp2":
-        dmuon.dedicate_params(model, mesh, lambda name, p: "_proj" in name and p.ndim == 2)
+        dmuon.dedicate_params(
+            model,
+            hsdp["shard"],
+            lambda name, p: "_proj" in name and p.ndim == 2,
+            replicate_mesh=hsdp["replicate"] if replicated else None,
+        )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=variant != "dmuon-z2")
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -98,12 +108,16 @@ def measure(variant: str, mesh: DeviceMesh, ids: Tensor, steps: int) -> dict[str
     for _ in range(steps):
         step(model, optimizer, ids, marks)
     torch.cuda.synchronize()
+    at_rest = torch.cuda.memory_allocated()
+    peak = torch.cuda.max_memory_allocated()
     result = {
         "forward_backward_ms": statistics.median(a.elapsed_time(b) for a, b, _, _, _ in marks),
         "optimizer_ms": statistics.median(b.elapsed_time(c) for _, b, c, _, _ in marks),
         "host_forward_backward_ms": statistics.median(h for *_, h, _ in marks) * 1e3,
         "host_optimizer_ms": statistics.median(h for *_, h in marks) * 1e3,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "exposed_communication_ms": exposed_communication(functools.partial(step, model, optimizer, ids, [])),
+        "rest_gib": at_rest / 2**30,
+        "peak_gib": peak / 2**30,
         "first_six_steps_s": first_six,
         "first_loss": float(losses[0]),
         "last_loss": float(losses[-1]),
@@ -113,6 +127,27 @@ def measure(variant: str, mesh: DeviceMesh, ids: Tensor, steps: int) -> dict[str
     del model, optimizer
     gc.collect()
     return result
+
+
+def exposed_communication(run: Callable[[], object]) -> float:
+    """Milliseconds of one ``run()`` in which NCCL works and nothing else does."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    edges = []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 0:
+            kind = 0 if "nccl" in event.name.lower() else 1
+            edges += [(event.time_range.start, 1, kind), (event.time_range.end, -1, kind)]
+    exposed, running, last = 0.0, [0, 0], 0.0
+    for time_us, change, kind in sorted(edges):
+        if running[0] and not running[1]:
+            exposed += time_us - last
+        running[kind] += change
+        last = time_us
+    return exposed / 1e3
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, marks: list) -> Tensor:
@@ -133,6 +168,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, marks:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens a GPU and step")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="HSDP: replicas; 1 is one mesh")
     parser.add_argument("--variants", nargs="+", default=["fsdp2", "dmuon-z3", "dmuon-z2"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
@@ -140,8 +176,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    rows = [row for tokens in options.tokens for row in compare(tokens, mesh, options)]
+    rows = []
+    for replicas in options.replicas:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+        rows += [{"replicas": replicas, **row} for tokens in options.tokens for row in compare(tokens, mesh, options)]
     if dist.get_rank() == 0:
         report(rows, options.out)
     dist.destroy_process_group()
@@ -174,11 +213,11 @@ def report(rows: list[dict], out: Path | None) -> None:
     if out is not None:
         out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
     print(", ".join(f"{key} {value}" for key, value in environment.items()))
-    columns = [key for key in rows[0] if key not in ("tokens", "variant")]
-    print("| tokens a GPU | variant | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 2))
+    columns = [key for key in rows[0] if key not in ("replicas", "tokens", "variant")]
+    print("| replicas | tokens a GPU | variant | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 3))
     for row in rows:
         values = " | ".join(f"{row[key]:.2f}" for key in columns)
-        print(f"| {row['tokens']} | {row['variant']} | {values} |", flush=True)
+        print(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {values} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -65,19 +65,21 @@ def test_options_that_cannot_work(options, message):
     assert done.stderr.strip().splitlines()[-1].startswith(message)
 
 
-def test_the_shortest_script_without_torchrun():
+@pytest.mark.parametrize("script", ["train_fsdp2.py", "train_hsdp.py"])
+def test_the_shortest_scripts_without_torchrun(script):
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
     done = subprocess.run(
-        [sys.executable, "examples/train_fsdp2.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, f"examples/{script}"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "torchrun --nproc_per_node=2" in done.stderr
+    assert f"examples/{script}" in done.stderr
 
 
-def test_the_shortest_script():
-    launch = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--local_addr=127.0.0.1")
+@pytest.mark.parametrize(("script", "ranks"), [("train_fsdp2.py", 2), ("train_hsdp.py", 4)])
+def test_the_shortest_scripts(script, ranks):
+    launch = ("-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--local_addr=127.0.0.1")
     rendezvous = ("--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0")
-    done = run(sys.executable, *launch, *rendezvous, "examples/train_fsdp2.py")
+    done = run(sys.executable, *launch, *rendezvous, f"examples/{script}")
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 6
     assert losses[-1] < 0.5 * losses[0]

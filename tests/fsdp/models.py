@@ -200,7 +200,8 @@ class Twins:
         """Storage that this rank has for values of parameters that others own."""
         foreign = [member for member in self.registration.params.values() if not member.is_owner]
         held = [tensor for m in foreign for tensor in (m.owned, m.owned.grad) if tensor is not None]
-        views = [m.unsharded for m in foreign if m.unsharded is not None]
+        place = self.registration.ranks.shard_rank  # whose buckets this rank keeps, other replicas' too
+        views = [m.unsharded for m in foreign if m.unsharded is not None and m.owner.shard != place]
         plain = [*(tensor.local for tensor in held), *views, *(v.grad for v in views if v.grad is not None)]
         return sum(tensor.untyped_storage().nbytes() for tensor in plain)
 

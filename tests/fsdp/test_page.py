@@ -7,6 +7,7 @@ Where there is no GPU, ``cuda`` and ``nccl`` become ``cpu`` and ``gloo``.
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,14 +39,15 @@ def script(name: str) -> str:
 def on_this_device(code: str) -> str:
     if torch.cuda.is_available():
         return code
-    code = re.sub(r"^ *torch\.cuda\.set_device\(.*\)\n", "", code, flags=re.MULTILINE)
+    code = re.sub(r"^ *(local_rank = .*|torch\.cuda\.set_device\(.*\))\n", "", code, flags=re.MULTILINE)
     return code.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"').replace(".cuda()", "")
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "model.py").write_text(script("model.py"), encoding="utf-8")
-    (tmp_path / "train_fsdp2.py").write_text(on_this_device(script("train_fsdp2.py")), encoding="utf-8")
+    for name in ("train_fsdp2.py", "train_hsdp.py"):
+        (tmp_path / name).write_text(on_this_device(script(name)), encoding="utf-8")
     return tmp_path
 
 
@@ -90,9 +92,50 @@ def single_process_losses(folder: Path, steps: int = 20) -> dict[int, float]:
 def test_train_fsdp2_as_it_stands(folder, ranks):
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    got = losses_of(folder, "train_fsdp2.py", ranks)
+    check(folder, losses_of(folder, "train_fsdp2.py", ranks))
+
+
+def check(folder: Path, got: dict[int, float]) -> None:
     want = single_process_losses(folder)
     assert sorted(got) == [0, 5, 10, 15]
     for step, loss in got.items():
         # The summed output crosses zero; its size over the run is what a deviation counts against.
         assert loss == pytest.approx(want[step], abs=5e-3 * max(map(abs, want.values()))), (step, got, want)
+
+
+@pytest.mark.parametrize("ranks", [2] if torch.cuda.is_available() else [2, 4])
+def test_train_hsdp_as_it_stands(folder, ranks):
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    check(folder, losses_of(folder, "train_hsdp.py", ranks))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two nodes are two launchers on one machine, without GPUs")
+def test_train_hsdp_on_two_nodes(folder):
+    """Two launchers that meet through c10d, as on two machines; each starts two ranks, one replica."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--rdzv_id=page"]
+    meeting = ["--local_addr=127.0.0.1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [
+        subprocess.Popen(
+            [*launch, *meeting, "train_hsdp.py"],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        done = [node.communicate(timeout=180) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], done[0][1][-2000:] + done[1][1][-2000:]
+    printed = [LINE.findall(out) for out, _ in done]
+    assert sorted(map(len, printed)) == [0, 4], "rank 0 alone prints"
+    check(folder, {int(step): float(loss) for lines in printed for step, loss in lines})

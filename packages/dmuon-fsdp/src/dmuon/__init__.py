@@ -21,8 +21,10 @@ from dmuon_fsdp.api import (
     install_patch,
     no_sync,
     owned_params,
+    publish,
     reset,
     uninstall_patch,
+    wait_for_publish,
 )
 from dmuon_fsdp.optim.muon import Muon
 from dmuon_fsdp.planning.options import PlanningOptions
@@ -53,6 +55,8 @@ __all__ = [
     "newton_schulz",
     "no_sync",
     "owned_params",
+    "publish",
     "reset",
     "uninstall_patch",
+    "wait_for_publish",
 ]

@@ -53,9 +53,10 @@ def dedicate_params(
 
     Args:
         model: unsharded, on any device or meta.
-        mesh: the 1-D mesh that ``fully_shard`` gets, over the ranks that share the model.
+        mesh: the 1-D mesh that ``fully_shard`` gets, over the ranks that share the model; for HSDP its shard dimension.
         predicate: ``predicate(name, param)``; names are those of the unwrapped model.
-        replicate_mesh: for HSDP; not supported yet.
+        replicate_mesh: for HSDP, the replicate dimension of the 2-D mesh that ``fully_shard`` gets. Every rank of every
+            replica may own: gradients are reduced within replicas, then over them, and new weights come back.
         reshard_after_forward: free other ranks' weights after forward; None does as the covering ``fully_shard``.
         hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None takes the elements of repeated
             containers.
@@ -73,7 +74,10 @@ def dedicate_params(
         RuntimeError: the seam does not fit this torch.
     """
     _check_types(model, predicate, reshard_after_forward, planning, mp_policy)
-    _check_mesh(mesh, replicate_mesh)
+    _check_mesh("mesh", mesh, 'mesh["shard"]')
+    if replicate_mesh is not None:
+        _check_mesh("replicate_mesh", replicate_mesh, 'mesh["replicate"]')
+        _check_grid(mesh, replicate_mesh)
     if process_group_policy not in get_args(ProcessGroupPolicy):
         raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
     known = registry.find(model)
@@ -86,7 +90,13 @@ def dedicate_params(
         install_patch()
     registration = registry.register(model)
     dedication = Dedication(
-        specs, mesh, planning or PlanningOptions(), process_group_policy, mp_policy, reshard_after_forward
+        specs,
+        mesh,
+        replicate_mesh,
+        planning or PlanningOptions(),
+        process_group_policy,
+        mp_policy,
+        reshard_after_forward,
     )
     # Without a match too: another rank may have one, and says so where the ranks compare.
     registration.dedications.append(dedication)
@@ -112,39 +122,44 @@ def _check_types(
         )
 
 
-def _check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
-    if replicate_mesh is not None:
-        raise NotImplementedError(
-            "replicate_mesh (HSDP) is not supported by this version of dmuon; give one 1-D mesh to dedicate_params and "
-            "the same one to fully_shard"
-        )
+def _check_mesh(argument: str, mesh: object, remedy: str) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"mesh must be a 1-D DeviceMesh, got {mesh!r}; make one with "
+            f"{argument} must be a 1-D DeviceMesh, got {mesh!r}; make one with "
             f'torch.distributed.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))'
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         raise ValueError(
-            f"mesh must be 1-D, got {mesh.ndim} dimensions {tuple(mesh.shape)}"
+            f"{argument} must be 1-D, got {mesh.ndim} dimensions {tuple(mesh.shape)}"
             f"{f' named {names}' if names else ''}; give the sharding dimension alone, such as "
-            f"mesh[{_last_name(mesh)!r}]"
+            f"mesh[{_last_name(mesh)!r}], and for HSDP the other one as replicate_mesh; here {remedy}"
         )
-    _check_order(mesh)
+    _check_order(argument, mesh)
 
 
-def _check_order(mesh: DeviceMesh) -> None:
+def _check_order(argument: str, mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh over ranks {mesh.mesh.tolist()}: call dmuon.dedicate_params on "
-            f"the ranks that share the model, with their mesh"
+            f"rank {dist.get_rank()} is not in the {argument} over ranks {mesh.mesh.tolist()}: call "
+            f"dmuon.dedicate_params on the ranks that share the model, with their mesh"
         )
     # Coordinates would not be ranks of the group; torch itself takes now one, now the other.
     in_mesh, in_group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
     if in_mesh != in_group:
         raise ValueError(
-            f"mesh has its ranks in the order {in_mesh}, their process group in {in_group}; make a mesh whose ranks "
-            f"increase, such as init_device_mesh gives"
+            f"{argument} has its ranks in the order {in_mesh}, their process group in {in_group}; make a mesh whose "
+            f"ranks increase, such as init_device_mesh gives"
+        )
+
+
+def _check_grid(mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> None:
+    ours, theirs = mesh.mesh.tolist(), replicate_mesh.mesh.tolist()
+    if mesh.device_type != replicate_mesh.device_type or set(ours) & set(theirs) != {dist.get_rank()}:
+        raise ValueError(
+            f"mesh (on {mesh.device_type}, ranks {ours}) and replicate_mesh (on {replicate_mesh.device_type}, ranks "
+            f"{theirs}) must be the two dimensions of one mesh, which have this rank ({dist.get_rank()}) in common and "
+            f"no other; such as hsdp['shard'] and hsdp['replicate']"
         )
 
 
@@ -231,20 +246,41 @@ def reset(model: nn.Module) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without communication inside, dedicated and FSDP2's alike. Nests; restores on exception."""
     groups = registration_of(model).state.groups
-    before = [group.reduce_grads for group in groups]
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     theirs = [gradient_sync_of(module) for module in sharded]
     try:
         for group in groups:
-            group.reduce_grads = False
+            group.reduce_grads = group.all_reduce_grads = False
         for module in sharded:
             set_gradient_sync_of(module, [(False, False)] * len(gradient_sync_of(module)))
         yield
     finally:
-        for group, value in zip(groups, before, strict=True):
-            group.reduce_grads = value
+        for group, (reduce, all_reduce) in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
         for module, values in zip(sharded, theirs, strict=True):
             set_gradient_sync_of(module, values)
+
+
+def publish(model: nn.Module) -> None:
+    """Make writes outside of ``step()`` visible on all ranks: the values on a parameter's owner are the model.
+
+    Call it on all ranks after writing a dedicated parameter on its owner alone (through ``.local``, or with a
+    checkpoint loaded in place). Writes through operators on the parameter itself, ``load_state_dict`` and
+    ``init_weights`` are noticed without it, and so is everything where there are no replicas.
+
+    Raises:
+        RuntimeError: some ranks did not make this call.
+    """
+    registration = registration_of(model)
+    registration.meet("dmuon.publish(model)")
+    registration.rest()
+    registration.state.publish()
+
+
+def wait_for_publish(model: nn.Module) -> None:
+    """What follows on the current stream finds the weights of the last step, or of :func:`publish`, on every rank."""
+    registration_of(model).state.settle_publishes()
 
 
 def init_weights(model: nn.Module, fn: Callable[[nn.Module], None] | None = None) -> None:

@@ -41,8 +41,10 @@ __all__ = [
     "contiguous_strides",
     "copy_all",
     "default_store",
+    "divide_all",
     "fsdp_controls",
     "get_parameter",
+    "grid_mesh",
     "group_timeout",
     "in_backward",
     "install_seam",
@@ -68,6 +70,8 @@ __all__ = [
 # - `_local_tensor`, `_spec`: `to_local()` is an autograd function and returns a new tensor each time; the at-rest
 #   tensor itself is needed for its version counter, its address, and to write into it.
 # - compute_local_shape_and_global_offset: where a shard lies in the whole tensor; DCP asks it, so we ask the same.
+# - `_concatenate`, `_get_root_mesh`, and what `from_group` sets: HSDP's mesh from its two dimensions, with or without
+#   names.
 # - tree_leaves, tree_map: the arguments of an operator are lists of lists; `torch.utils.pytree` is not in 2.11.
 
 D = TypeVar("D", bound=DTensor)
@@ -145,6 +149,27 @@ class SeatedShard(Shard):
 
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: Any, rank: Any) -> tuple[Any, Any]:
         return (curr_local_size, 0) if rank == self.seat else (0, curr_local_size)
+
+
+def grid_mesh(replicate: DeviceMesh, shard: DeviceMesh, ranks: Tensor) -> DeviceMesh:
+    """The 2-D mesh of which these are the two dimensions; equal to the one that ``fully_shard`` gets for HSDP.
+
+    Args:
+        ranks: [replicas, shards], for meshes that are no slices of a common one.
+    """
+    if replicate.mesh_dim_names and shard.mesh_dim_names and replicate._get_root_mesh() is shard._get_root_mesh():
+        return DeviceMesh._concatenate([replicate, shard])
+    names = (*(replicate.mesh_dim_names or ()), *(shard.mesh_dim_names or ()))
+    made = DeviceMesh(
+        shard.device_type,
+        ranks.to(torch.int),
+        mesh_dim_names=names if len(set(names)) == 2 else None,
+        _init_backend=False,
+    )
+    groups = [replicate.get_group(), shard.get_group()]
+    made._dim_group_names = [group.group_name for group in groups]
+    made._pg_registry.update({group.group_name: group for group in groups})
+    return made
 
 
 # --- Operators of a DTensor subclass
@@ -255,13 +280,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 # --- Many tensors at once
 #
-# - `_foreach_copy_`: one launch for all gradients of a group has no public spelling.
+# - `_foreach_copy_`, `_foreach_div_`: one launch for all tensors of a group has no public spelling.
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``into[i].copy_(sources[i])`` for all i."""
     if into:
         torch._foreach_copy_(list(into), list(sources))
+
+
+def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
+    """``tensors[i].div_(divisor)`` for all i."""
+    if tensors:
+        torch._foreach_div_(list(tensors), divisor)
 
 
 # --- Parameters of a module

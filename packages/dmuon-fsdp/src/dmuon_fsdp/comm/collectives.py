@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from dmuon_fsdp.compat import coalescing
 
@@ -25,13 +25,13 @@ def broadcast_from_owners(buckets: Sequence[tuple[int, Tensor]], group: ProcessG
     return ()
 
 
-def reduce_to_owners(buckets: Sequence[tuple[int, Tensor]], group: ProcessGroup) -> tuple[Work, ...]:
-    """Sum every ``(owner, bucket)`` over the ranks into its owner's bucket; the others' contents are lost after it."""
+def reduce_to_owners(buckets: Sequence[tuple[int, Tensor]], group: ProcessGroup, op: ReduceOp) -> tuple[Work, ...]:
+    """Reduce every ``(owner, bucket)`` over the ranks into its owner's bucket; the others' contents are lost."""
     if not _on_device(buckets):
-        return tuple(_started(dist.reduce(b, group_dst=o, group=group, async_op=True)) for o, b in buckets)
+        return tuple(_started(dist.reduce(b, group_dst=o, op=op, group=group, async_op=True)) for o, b in buckets)
     with coalescing(group, buckets[0][1].device):
         for owner, bucket in buckets:
-            dist.reduce(bucket, group_dst=owner, group=group)
+            dist.reduce(bucket, group_dst=owner, op=op, group=group)
     return ()
 
 

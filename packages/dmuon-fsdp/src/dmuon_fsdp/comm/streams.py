@@ -61,5 +61,10 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_event(torch.accelerator.current_stream(self.device).record_event())
 
+    def follow(self, other: Lane) -> None:
+        """What comes next on this lane waits for what ``other`` has so far."""
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_event(other.stream.record_event())
+
     def event(self) -> torch.Event | None:
         return None if self.stream is None else self.stream.record_event()

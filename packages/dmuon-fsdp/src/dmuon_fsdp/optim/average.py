@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dmuon_fsdp.comm.groups import Ranks
 from dmuon_fsdp.optim.groups import Entry
 from dmuon_fsdp.runtime.binding import Registration
 
@@ -24,8 +25,8 @@ def averages_of(entries: Sequence[Entry], policy: str | None, registrations: Seq
     averages = []
     for registration in registrations:
         loose = [entry for entry in entries if entry.home is registration and _is_loose(entry)]
-        if loose and registration.process_group.size() > 1:
-            averages.append(Average(loose, registration.process_group, allowed=policy == "average"))
+        if loose and registration.ranks.size > 1:
+            averages.append(Average(loose, registration.ranks, allowed=policy == "average"))
             averages[-1].check_allowed()
     return averages
 
@@ -35,11 +36,11 @@ def _is_loose(entry: Entry) -> bool:
 
 
 class Average:
-    """The mean over ranks of some gradients, one collective however many there are."""
+    """The mean over ranks of some gradients, one collective a mesh dimension however many there are."""
 
-    def __init__(self, entries: Sequence[Entry], group: dist.ProcessGroup, *, allowed: bool) -> None:
+    def __init__(self, entries: Sequence[Entry], ranks: Ranks, *, allowed: bool) -> None:
         self.entries = tuple(entries)
-        self.group = group
+        self.ranks = ranks
         self.allowed = allowed
 
     @property
@@ -53,7 +54,7 @@ class Average:
         if names and not self.allowed:
             shown = ", ".join(map(repr, names[:10])) + (", …" if len(names) > 10 else "")
             raise ValueError(
-                f"nobody averages the gradients of {shown} over the {self.group.size()} ranks: neither dedicated nor "
+                f"nobody averages the gradients of {shown} over the {self.ranks.size} ranks: neither dedicated nor "
                 f"under fully_shard. Call fully_shard on the module that holds them before dmuon.Muon, or pass "
                 f"unsynchronized='average' to it"
             )
@@ -75,10 +76,11 @@ class Average:
             for parameter, grad in zip(parameters, grads, strict=True)
         ]
         flat = torch.cat([present, *parts])
-        dist.all_reduce(flat, group=self.group)
+        for group in self.ranks.groups:
+            dist.all_reduce(flat, group=group)
         # Only a rank that misses some must ask whether anybody has them.
         somewhere = flat[: len(grads)].tolist() if any(grad is None for grad in grads) else None
-        _deliver(flat[len(grads) :] / self.group.size(), parameters, somewhere)
+        _deliver(flat[len(grads) :] / self.ranks.size, parameters, somewhere)
 
 
 def _deliver(mean: Tensor, parameters: Sequence[nn.Parameter], somewhere: list[float] | None) -> None:

@@ -1,7 +1,7 @@
 """Muon under FSDP2: owners orthogonalize whole matrices, everything else is AdamW on FSDP2's shards.
 
 A step on one mesh makes no collective: gradients are on their owners when backward ends, and the next forward's
-broadcast carries the new weights.
+broadcast carries the new weights. Under HSDP a step sends them to the other replicas first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Muon(Optimizer):
         momentum_dtype: of the momentum buffers.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: AdamW's, for every parameter without an owner.
         param_groups: see :func:`dmuon_fsdp.optim.groups.build_groups`.
-        replicate_async: HSDP's; without effect on one mesh.
+        replicate_async: under HSDP the new weights reach the other replicas while the next forward runs; False waits
+            for that inside :meth:`step`. The same bits either way; without effect on one mesh.
         unsynchronized: what to do with trainable parameters that are neither dedicated nor FSDP2's: None refuses them,
             ``"average"`` averages their gradients in the step.
 
@@ -83,6 +84,7 @@ class Muon(Optimizer):
         if not isinstance(momentum_dtype, torch.dtype) or not momentum_dtype.is_floating_point:
             raise ValueError(f"momentum_dtype must be a floating torch.dtype, got {momentum_dtype!r}")
         self.momentum_dtype = momentum_dtype
+        self.replicate_async = replicate_async
         self._registrations = [_bound(each) for each in models]
         entries = entries_of(self._registrations)
         self._averages = averages_of(entries, unsynchronized, self._registrations)
@@ -162,7 +164,9 @@ class Muon(Optimizer):
             else:
                 self._adamw_step([p for p in group["params"] if p.grad is not None], group)
         for registration in self._registrations:
-            registration.state.rest()
+            registration.state.after_step()
+            if not self.replicate_async:
+                registration.state.settle_publishes()
         return loss
 
     def _dedicated(self) -> dict[nn.Parameter, DedicatedParam]:
@@ -270,4 +274,4 @@ def _agree_on_groups(
         ]
         lines = digest_lines(own)
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        agree_on(digest, lines, registration.process_group, what="the optimizer's parameter groups")
+        agree_on(digest, lines, registration.ranks.groups, what="the optimizer's parameter groups")

@@ -13,7 +13,7 @@ from dmuon_fsdp.planning.assign import Item, assign, loads
 from dmuon_fsdp.planning.options import PlanningOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Owner:
     """Where a parameter lives: its coordinate in the shard mesh and in the replicate mesh."""
 
@@ -52,17 +52,25 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A finished plan: specs in the order of the model, and the owner of each."""
+    """A finished plan: specs in the order of the model, and the owner of each, on ``replicas`` rows of ``shards``."""
 
     specs: tuple[ParamSpec, ...]
     owners: Mapping[str, Owner]
-    ranks: int
+    shards: int
+    replicas: int
     options: PlanningOptions
 
     @classmethod
-    def of(cls, specs: tuple[ParamSpec, ...], ranks: int, options: PlanningOptions) -> Assignment:
-        ranked = assign([spec.item for spec in specs], ranks, options)
-        return cls(specs, {name: Owner(rank) for name, rank in ranked.items()}, ranks, options)
+    def of(
+        cls, specs: tuple[ParamSpec, ...], shards: int, options: PlanningOptions, *, replicas: int = 1
+    ) -> Assignment:
+        ranked = assign([spec.item for spec in specs], shards * replicas, options)
+        owners = {name: Owner(rank % shards, rank // shards) for name, rank in ranked.items()}
+        return cls(specs, owners, shards, replicas, options)
+
+    @property
+    def ranks(self) -> int:
+        return self.shards * self.replicas
 
     def groups(self) -> dict[str, list[ParamSpec]]:
         """Specs by boundary, both in the order of the model."""
@@ -77,15 +85,19 @@ class Assignment:
             f"{spec.fqn} {list(spec.shape)} {spec.dtype} boundary={spec.boundary!r} view={spec.view}"
             for spec in self.specs
         ]
-        owned = [f"{spec.fqn} owner={self.owners[spec.fqn].shard}" for spec in self.specs]
-        return [*chosen, f"{len(self.specs)} dedicated parameters in all", *owned]
+        owned = [f"{spec.fqn} owner={self.name_of(self.owners[spec.fqn])}" for spec in self.specs]
+        mesh = f"{self.replicas} replicas of {self.shards} ranks"
+        return [*chosen, f"{len(self.specs)} dedicated parameters in all on {mesh}", *owned]
+
+    def name_of(self, owner: Owner) -> str:
+        return f"{owner.shard}" if self.replicas == 1 else f"{owner.shard} of replica {owner.replicate}"
 
     def digest(self) -> str:
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def loads(self) -> list[float]:
         """What each rank has to do, in seconds or elements."""
-        by_rank = {name: owner.shard for name, owner in self.owners.items()}
+        by_rank = {name: owner.replicate * self.shards + owner.shard for name, owner in self.owners.items()}
         return loads([spec.item for spec in self.specs], by_rank, self.ranks, self.options)
 
     @property
@@ -123,7 +135,9 @@ class OwnershipPlan(Mapping[str, Owner]):
         rows = [f"{len(plan.specs)} dedicated parameters in {len(plan.groups())} groups on {plan.ranks} ranks"]
         for boundary, specs in plan.groups().items():
             rows.append(f"  {boundary or '(root)'}")
-            rows.extend(f"    {spec.fqn} {list(spec.shape)} → rank {plan.owners[spec.fqn].shard}" for spec in specs)
+            rows.extend(
+                f"    {spec.fqn} {list(spec.shape)} → rank {plan.name_of(plan.owners[spec.fqn])}" for spec in specs
+            )
         rows.append(f"most loaded rank over the mean: {plan.imbalance:.3f}")
         return "\n".join(rows)
 

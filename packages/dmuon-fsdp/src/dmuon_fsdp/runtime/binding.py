@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from dmuon_fsdp.comm.agree import agree_on, meet
-from dmuon_fsdp.comm.groups import make_group
-from dmuon_fsdp.compat import Cover
+from dmuon_fsdp.comm.agree import agree_on, gather, meet
+from dmuon_fsdp.comm.groups import Ranks, make_ranks
+from dmuon_fsdp.compat import Cover, grid_mesh
 from dmuon_fsdp.planning.names import canonical, named_places, unwrap_data_parallel
 from dmuon_fsdp.planning.options import PlanningOptions
-from dmuon_fsdp.planning.plan import Assignment, ParamSpec
+from dmuon_fsdp.planning.plan import Assignment, Owner, ParamSpec
 from dmuon_fsdp.runtime.group import Group, Policy
 from dmuon_fsdp.runtime.model_state import ModelState
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
@@ -46,26 +47,38 @@ class Dedication:
     Attributes:
         specs: the chosen parameters.
         mesh: the shard mesh.
+        replicate_mesh: over the replicas, or None.
         options: how owners are chosen.
         process_group_policy: "isolated" or "shared".
         mp_policy: the user's own; None inherits.
         reshard_after_forward: the user's own; None inherits.
+        ranks: the process groups; once it is bound.
+        home_mesh: the mesh that the parameters at rest are on, FSDP2's; once it is bound.
     """
 
     specs: tuple[ParamSpec, ...]
     mesh: DeviceMesh
+    replicate_mesh: DeviceMesh | None
     options: PlanningOptions
     process_group_policy: str
     mp_policy: MixedPrecisionPolicy | None
     reshard_after_forward: bool | None
-    process_group: ProcessGroup | None = None
+    ranks: Ranks | None = None
+    home_mesh: DeviceMesh | None = None
     _assignment: Assignment | None = field(default=None, repr=False)
 
     def assignment(self) -> Assignment:
         """The plan, made at the first call; no communication."""
         if self._assignment is None:
-            self._assignment = Assignment.of(self.specs, self.mesh.size(), self.options)
+            replicas = 1 if self.replicate_mesh is None else self.replicate_mesh.size()
+            self._assignment = Assignment.of(self.specs, self.mesh.size(), self.options, replicas=replicas)
         return self._assignment
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The user's own, which one after the other reach every rank that shares the model."""
+        meshes = [self.mesh] if self.replicate_mesh is None else [self.mesh, self.replicate_mesh]
+        return [mesh.get_group() for mesh in meshes]
 
 
 class Registration:
@@ -99,17 +112,22 @@ class Registration:
         return (spec for dedication in self.dedications for spec in dedication.specs)
 
     @property
-    def process_group(self) -> ProcessGroup:
-        """Over the ranks that share the model; once it is bound."""
-        group = self.dedications[0].process_group
-        assert group is not None, "bound"
-        return group
+    def ranks(self) -> Ranks:
+        """Those that share the model; once it is bound."""
+        ranks = self.dedications[0].ranks
+        assert ranks is not None, "bound"
+        return ranks
 
     def bind(self) -> None:
         """Put every recorded choice to work; nothing to do where that is done. On all ranks alike."""
         for dedication in self.dedications:
-            if dedication.process_group is None:
+            if dedication.ranks is None:
                 self._bind(dedication)
+
+    def meet(self, call: str) -> None:
+        """Wait for every rank that shares the model to make this call."""
+        for dedication in self.dedications:
+            meet(call, dedication.groups, dedication.mesh.device_type)
 
     def rest(self) -> None:
         """The modules hold the Parameters at rest again, FSDP2's (its root keeps its own after forward) and ours."""
@@ -123,15 +141,16 @@ class Registration:
     def _bind(self, dedication: Dedication) -> None:
         self._covering = None
         plan = dedication.assignment()
-        meet(_SETTING_UP, dedication.mesh.get_group(), dedication.mesh.device_type)
-        process_group = make_group(dedication.mesh, dedication.process_group_policy)
-        agree_on(plan.digest(), plan.lines(), process_group)
-        dedication.process_group = process_group
+        meet(_SETTING_UP, dedication.groups, dedication.mesh.device_type)
+        ranks = make_ranks(dedication.mesh, dedication.replicate_mesh, dedication.process_group_policy)
+        agree_on(plan.digest(), plan.lines(), ranks.groups)
+        dedication.home_mesh = _home_mesh(dedication, ranks)
+        dedication.ranks = ranks
         if not plan.specs:
             return
-        if process_group.rank() == 0:
+        if ranks.is_first:
             warn_about_imbalance(plan)
-        traffic = Traffic(process_group, process_group.rank(), process_group.size(), device_of(dedication.mesh))
+        traffic = Traffic(ranks, device_of(dedication.mesh))
         if not self.state.traffics:
             self.state.attach_root(self.model)
         self.state.traffics.append(traffic)
@@ -149,8 +168,7 @@ class Registration:
             _check_unchanged(spec, found.get(spec.fqn))
         for spec in plan.specs:
             owner = plan.owners[spec.fqn]
-            rank = int(dedication.mesh.mesh[owner.shard])
-            resting = _to_rest(found[spec.fqn], spec.fqn, dedication.mesh, rank, device)
+            resting = _to_rest(found[spec.fqn], spec.fqn, _mesh_of(dedication), owner, device)
             everywhere = [place for name in (spec.fqn, *spec.aliases) for place in places[name]]
             member = DedicatedParam(spec, owner, tuple(everywhere), resting)
             member.show(resting)
@@ -234,11 +252,13 @@ class Registration:
                 f"yet: use OffloadPolicy() there, or leave its parameters out of the predicate"
             )
         # A dimension of size 1 is as good as none.
-        theirs, ours = cover.mesh.mesh.squeeze().tolist(), dedication.mesh.mesh.squeeze().tolist()
+        theirs, ours = cover.mesh.mesh.squeeze().tolist(), _mesh_of(dedication).mesh.squeeze().tolist()
         if theirs != ours:
             raise ValueError(
                 f"{boundary!r}: fully_shard was given a mesh over ranks {theirs}, dedicate_params one over {ours}; "
-                f"give both the same 1-D mesh, such as init_device_mesh({cover.mesh.device_type!r}, (world_size,))"
+                f"give both the same: a 1-D mesh, or for HSDP fully_shard(mesh=hsdp) and dedicate_params(model, "
+                f"hsdp['shard'], predicate, replicate_mesh=hsdp['replicate']), where hsdp is init_device_mesh("
+                f"{cover.mesh.device_type!r}, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
             )
         wanted = dedication.mp_policy
         if wanted is not None and wanted.param_dtype != cover.mp_policy.param_dtype:
@@ -306,13 +326,29 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _to_rest(parameter: nn.Parameter, name: str, mesh: DeviceMesh, owner: int, device: torch.device) -> nn.Parameter:
+def _mesh_of(dedication: Dedication) -> DeviceMesh:
+    assert dedication.home_mesh is not None, "bound"
+    return dedication.home_mesh
+
+
+def _home_mesh(dedication: Dedication, ranks: Ranks) -> DeviceMesh:
+    """The mesh that ``fully_shard`` gets. A rank knows its own row and column of it; asking them gives the rest."""
+    if dedication.replicate_mesh is None:
+        return dedication.mesh
+    groups = dedication.groups
+    grid = gather(dist.get_rank(), groups)
+    agree_on(str(grid), [f"rank {rank} of the mesh {grid}" for rank in grid], groups, what="the mesh")
+    return grid_mesh(dedication.replicate_mesh, dedication.mesh, torch.tensor(grid).view(-1, ranks.shards))
+
+
+def _to_rest(parameter: nn.Parameter, name: str, mesh: DeviceMesh, owner: Owner, device: torch.device) -> nn.Parameter:
     if parameter.device.type == "meta":
         device = parameter.device
-    mine = owner == int(mesh.mesh[mesh.get_local_rank()])
+    rank = int(mesh.mesh[owner.shard] if mesh.ndim == 1 else mesh.mesh[owner.replicate, owner.shard])
+    mine = rank == dist.get_rank()
     local = parameter.detach().to(device) if mine else None
     owned = OwnedTensor.wrap(
-        local, shape=parameter.shape, dtype=parameter.dtype, device=device, mesh=mesh, owner=owner, name=name
+        local, shape=parameter.shape, dtype=parameter.dtype, device=device, mesh=mesh, owner=rank, name=name
     )
     resting = nn.Parameter(owned, requires_grad=parameter.requires_grad)
     resting.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "home"})

@@ -53,6 +53,11 @@ def _set(attribute: str, argument: str) -> Callable[[Registration, Conductor, Ar
     return act
 
 
+def _set_sync(registration: Registration, conductor: Conductor, arguments: Arguments) -> None:
+    # FSDP2's sets both stages.
+    conductor.group.reduce_grads = conductor.group.all_reduce_grads = arguments["requires_gradient_sync"]
+
+
 def _prefetch(attribute: str) -> Callable[[Registration, Conductor, Arguments], None]:
     def act(registration: Registration, conductor: Conductor, arguments: Arguments) -> None:
         targets = [c for module in arguments["modules"] for c in _reached(registration, module, recurse=False)]
@@ -62,7 +67,8 @@ def _prefetch(attribute: str) -> Callable[[Registration, Conductor, Arguments], 
 
 
 ACTS: dict[str, Callable[[Registration, Conductor, Arguments], None]] = {
-    "set_requires_gradient_sync": _set("reduce_grads", "requires_gradient_sync"),
+    "set_requires_gradient_sync": _set_sync,
+    "set_requires_all_reduce": _set("all_reduce_grads", "requires_all_reduce"),
     "set_reshard_after_forward": _set("reshard_after_forward", "reshard_after_forward"),
     "set_reshard_after_backward": _set("reshard_after_backward", "reshard_after_backward"),
     "set_unshard_in_backward": _set("unshard_in_backward", "unshard_in_backward"),
@@ -80,8 +86,6 @@ WHOLE_MODEL: dict[str, Callable[[Registration], None]] = {
 
 NEUTRAL = frozenset(
     {
-        # On one mesh there is no second stage.
-        "set_requires_all_reduce",
         # A dedicated group's gradients are ready at the end of every backward.
         "set_is_last_backward",
         # How FSDP2 lays out, times and sums its own collectives.

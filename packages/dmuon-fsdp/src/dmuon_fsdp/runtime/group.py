@@ -1,4 +1,4 @@
-"""One hook boundary at work: gather before forward and backward, reduce after backward, back to rest.
+"""One hook boundary at work: gather before forward and backward, reduce after backward, back to rest, publish.
 
     RESTING ──gather──► GATHERING ──ready──► READY ──rest──► RESTING
 
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Work
 from torch.profiler import record_function
 
 from dmuon_fsdp.comm.collectives import broadcast_from_owners, reduce_to_owners
 from dmuon_fsdp.comm.streams import Ticket
-from dmuon_fsdp.compat import run_post_accumulate_hooks
-from dmuon_fsdp.runtime.buckets import Buckets, GradientBuckets, Layout, layouts_of
+from dmuon_fsdp.compat import copy_all, run_post_accumulate_hooks
+from dmuon_fsdp.runtime.buckets import Buckets, Layout, layouts_of
 from dmuon_fsdp.runtime.parameter import DedicatedParam
+from dmuon_fsdp.runtime.reduction import Outgoing
 
 if TYPE_CHECKING:
     from dmuon_fsdp.runtime.traffic import Traffic
@@ -65,6 +67,7 @@ class Group:
         name: canonical name of the boundary.
         members: its parameters in the plan's order.
         reduce_grads: False accumulates gradients on every rank instead of reducing them.
+        all_reduce_grads: False reduces them within a replica and accumulates there.
         reshard_after_backward: False keeps the buckets until the step or the next change.
         unshard_in_backward: False skips the broadcast in backward, for modules whose backward reads no weight.
         divisor: what sums of gradients are divided by; None is the number of ranks.
@@ -77,6 +80,7 @@ class Group:
         self.members = tuple(members)
         self.traffic = traffic
         self.reduce_grads = True
+        self.all_reduce_grads = True
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.divisor: float | None = None
@@ -87,7 +91,11 @@ class Group:
         self._buckets: Buckets | None = None
         self._reduced: tuple[tuple[DedicatedParam, ...], torch.dtype, tuple[Layout, ...]] | None = None
         self._gathering = Ticket()
+        self._publishing = Ticket()
+        self._published: tuple[int, int] | None = None
         self._kept: dict[DedicatedParam, Tensor] = {}
+        self._partial: dict[DedicatedParam, tuple[Tensor, Tensor]] = {}
+        self._unreduced = False
 
     @property
     def policy(self) -> Policy:
@@ -132,20 +140,70 @@ class Group:
         """Start the broadcast; nothing to do where it runs or is done."""
         if self.state is not GroupState.RESTING:
             return
+        traffic = self.traffic
         with record_function(f"dmuon::gather {self.name}"):
             buckets = self._current_buckets()
-            lane = self.traffic.gather_lane
-            stale = buckets.stale
-            if stale:
-                lane.follow_current()
-            with lane.running(), torch.no_grad(), buckets.unversioned(), self._naming("the weights"):
-                if stale:
-                    buckets.refill()
+            self._bring_up_to_date(buckets)
+            lane = traffic.gather_lane
+            with lane.running(), self._naming("the weights"):
+                self._publishing.settle()
                 buckets.allocate()
-                works = broadcast_from_owners(buckets.to_broadcast(), self.traffic.process_group)
+                works = broadcast_from_owners(buckets.to_broadcast, traffic.ranks.shard)
                 self._gathering = Ticket(lane.event(), works)
-            self.traffic.broadcasts += 1
+            traffic.broadcasts += 1
         self._move(GroupState.GATHERING)
+
+    def _bring_up_to_date(self, buckets: Buckets) -> None:
+        """Take over what was written outside of a step."""
+        if self.traffic.ranks.replicate is None:
+            if buckets.stale:
+                copy_all(*buckets.copies())
+                self.traffic.gather_lane.follow_current()
+        elif self._published != self._writes:
+            self.publish()
+        elif buckets.stale:
+            raise RuntimeError(
+                f"rank {self.traffic.rank}: parameters of {self.name!r} were written on their owner alone (through "
+                f".local, or by a checkpoint loaded in place), which its replicas cannot see: call "
+                f"dmuon.publish(model) on all ranks after such writes"
+            )
+
+    @property
+    def _writes(self) -> tuple[int, int]:
+        """Changes whenever the parameters are written or replaced on all ranks alike."""
+        return sum(member.owned.writes for member in self.members), sum(m.replacements for m in self.members)
+
+    @property
+    def has_buckets(self) -> bool:
+        """False before the first use, which publishes whatever the owners have by then."""
+        return self._buckets is not None
+
+    def copies(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Where the owned parameters go in the compute dtype, and what goes there; empty where nothing changed."""
+        buckets = self._current_buckets()
+        return buckets.copies() if buckets.stale else ([], [])
+
+    def publish(self) -> None:
+        """Send the owned parameters to their place in the other replicas; on all ranks."""
+        traffic = self.traffic
+        buckets = self._current_buckets()
+        self._publishing.settle()
+        copy_all(*buckets.copies())
+        self._published = self._writes
+        if traffic.ranks.replicate is None:
+            traffic.gather_lane.follow_current()
+            return
+        lane = traffic.replicate_lane
+        lane.follow_current()
+        with record_function(f"dmuon::publish {self.name}"), lane.running(), self._naming("the published weights"):
+            works = broadcast_from_owners(buckets.to_publish, traffic.ranks.replicate)
+            self._publishing = Ticket(lane.event(), works)
+        traffic.publishes += 1
+
+    def settle_publish(self) -> None:
+        """What follows on the current stream comes after the publish."""
+        with self._naming("the published weights"):
+            self._publishing.settle()
 
     def make_ready(self) -> None:
         """Whole weights in the modules, valid for what comes next on the current stream."""
@@ -190,7 +248,8 @@ class Group:
             device = self.members[0].owned.local.device
             # A first forward under inference_mode would otherwise make views that can never be trained.
             with torch.inference_mode(False):
-                self._buckets = Buckets(self.members, self.traffic.rank, dtype, device)
+                self._buckets = Buckets(self.members, self.traffic.ranks.shard_rank, dtype, device)
+            self._published = None
         return self._buckets
 
     def _check_one_dtype(self) -> None:
@@ -222,18 +281,18 @@ class Group:
     def finish_gradients(self) -> None:
         """Reduce to the owners, or keep on this rank under ``no_sync``."""
         grads = self.take_gradients()
+        trained = self.trained
         if not self.reduce_grads:
             wide = self._accumulation_dtype
             self._kept = {member: grad.to(wide) for member, grad in grads.items()}
-            return
-        trained = self.trained
-        if trained:
+            self._unreduced = self._unreduced or bool(trained)
+        elif trained:
             self._reduce(trained, grads)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients wait on this rank for a backward that reduces."""
-        return bool(self._kept)
+        """Whether gradients wait for a backward that reduces; equal on all ranks."""
+        return self._unreduced
 
     @property
     def _accumulation_dtype(self) -> torch.dtype:
@@ -241,24 +300,59 @@ class Group:
         return torch.promote_types(reduce, torch.float32)
 
     def _reduce(self, trained: tuple[DedicatedParam, ...], grads: dict[DedicatedParam, Tensor]) -> None:
+        traffic, ranks = self.traffic, self.traffic.ranks
         dtype = self.policy.reduce_dtype or self.compute_dtype
+        layouts = self._layouts_to_reduce(trained, dtype)
+        averages = traffic.averages and self.divisor is None
+        op = traffic.reduce_op(averages=averages)
         with record_function(f"dmuon::reduce {self.name}"), torch.no_grad():
-            # One reduction in flight: its buffers go before the next one's are made.
-            self.traffic.settle_reduce()
-            outgoing = GradientBuckets(
-                self._layouts_to_reduce(trained, dtype), dtype, self.members[0].owned.local.device
-            )
-            outgoing.pack(grads)
-            lane = self.traffic.reduce_lane
+            # Two in flight bound the memory: the oldest goes before new buffers are made.
+            traffic.settle_reductions(leave=1)
+            outgoing = Outgoing.of(layouts, grads, dtype, traffic.device, cast=dtype != self.compute_dtype)
+            lane = traffic.reduce_lane
             lane.follow_current()
             with lane.running(), self._naming("the gradients"):
-                for work in reduce_to_owners(outgoing.to_reduce(), self.traffic.process_group):
-                    work.wait()
-                outgoing.deliver(self.traffic.rank, self.divisor or self.traffic.world_size)
+                _wait(reduce_to_owners(outgoing.to_shards(), ranks.shard, op))
+            traffic.reduces += 1
+            if ranks.replicate is not None:
+                if not self.all_reduce_grads:
+                    self._keep_partial(outgoing)
+                    return
+                self._add_partial(outgoing)
+                traffic.replicate_lane.follow(lane)
+                lane = traffic.replicate_lane
+                with lane.running(), self._naming("the gradients over replicas"):
+                    _wait(reduce_to_owners(outgoing.to_replicas(ranks.shard_rank), ranks.replicate, op))
+                traffic.replica_reduces += 1
+            with lane.running():
+                outgoing.deliver(1 if averages else self.divisor or ranks.size)
                 for member in trained:
                     run_post_accumulate_hooks(member.param)
-                self.traffic.reducing = Ticket(lane.event(), pinned=outgoing.flat)
-            self.traffic.reduces += 1
+                traffic.reducing.append(Ticket(lane.event(), pinned=outgoing.buffers))
+        self._unreduced = False
+
+    def _add_partial(self, outgoing: Outgoing) -> None:
+        """Add what earlier backwards left in this replica."""
+        partial, self._partial = self._partial, {}
+        with self.traffic.reduce_lane.running():
+            for member, (grad, presence) in outgoing.at(self.traffic.ranks.shard_rank).items():
+                if member in partial:
+                    grad.add_(partial[member][0])
+                    presence.add_(partial[member][1])
+
+    def _keep_partial(self, outgoing: Outgoing) -> None:
+        """Leave the gradients in this replica, added up in a wide dtype."""
+        lane, wide = self.traffic.reduce_lane, self._accumulation_dtype
+        with lane.running():
+            for member, (grad, presence) in outgoing.at(self.traffic.ranks.shard_rank).items():
+                earlier = self._partial.get(member)
+                if earlier is None:
+                    self._partial[member] = grad.to(wide, copy=True), presence.clone()
+                else:
+                    earlier[0].add_(grad)
+                    earlier[1].add_(presence)
+            self.traffic.reducing.append(Ticket(lane.event(), pinned=outgoing.buffers))
+        self._unreduced = True
 
     def _layouts_to_reduce(self, trained: tuple[DedicatedParam, ...], dtype: torch.dtype) -> tuple[Layout, ...]:
         """Made anew only where something was frozen or thawed."""
@@ -269,6 +363,13 @@ class Group:
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         self.take_gradients()
+        self._partial = {}
+        self._unreduced = False
+
+
+def _wait(works: tuple[Work, ...]) -> None:
+    for work in works:
+        work.wait()
 
 
 def modules_of(group: Group) -> list[nn.Module]:

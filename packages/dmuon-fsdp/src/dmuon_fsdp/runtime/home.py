@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_WRITES = "_dmuon_writes"  # on `local`, which all aliases of a parameter share
+
+
 @dataclass(frozen=True)
 class Home:
     """Where a dedicated tensor lives. Every tensor derived from a parameter (gradient, state, copy) has the same.
@@ -109,6 +112,14 @@ class Housed(RoutedDTensor):
         Aliases (`detach`, `data`, entries of a state dict) share both. Operators count here, not on the wrapper.
         """
         return self.local._version, self.local.data_ptr()
+
+    @property
+    def writes(self) -> int:
+        """How many operators wrote to it, a number equal on all ranks; what wrote to `local` alone does not count."""
+        return getattr(self.local, _WRITES, 0)
+
+    def count_write(self) -> None:
+        setattr(self.local, _WRITES, self.writes + 1)
 
     @property
     def owner(self) -> int:

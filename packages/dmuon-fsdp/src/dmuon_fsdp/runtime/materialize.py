@@ -97,6 +97,7 @@ def _whole(parameter: nn.Parameter) -> nn.Parameter:
 
 def _keep(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if isinstance(parameter, OwnedTensor):
+        parameter.count_write()
         if parameter.is_owner:
             parameter.local.copy_(value)
     elif isinstance(parameter, DTensor):

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon_fsdp.compat import at_end_of_backward, in_backward, tensors_with_grad, tree_flatten, tree_unflatten
+from dmuon_fsdp.compat import (
+    at_end_of_backward,
+    copy_all,
+    in_backward,
+    tensors_with_grad,
+    tree_flatten,
+    tree_unflatten,
+)
 from dmuon_fsdp.runtime.group import Group, GroupState, modules_of
 from dmuon_fsdp.runtime.traffic import Traffic
 
@@ -284,6 +291,33 @@ class ModelState:
             conductor.rest()
         self._order.clear()
 
+    def after_step(self) -> None:
+        """The kept buckets take what the step wrote: in one launch, or group by group on their way to the replicas."""
+        self.rest()
+        views: list[Tensor] = []
+        sources: list[Tensor] = []
+        for group in self.groups:
+            if group.has_buckets and group.traffic.ranks.replicate is None:
+                into, new = group.copies()
+                views += into
+                sources += new
+            elif group.has_buckets and any(member.param.grad is not None for member in group.members):
+                group.publish()
+        copy_all(views, sources)
+        if views:
+            for traffic in self.traffics:
+                traffic.gather_lane.follow_current()
+
+    def publish(self) -> None:
+        """What was written outside of a step, to every replica."""
+        for group in self.groups:
+            if group.has_buckets:  # else the first use does
+                group.publish()
+
+    def settle_publishes(self) -> None:
+        for group in self.groups:
+            group.settle_publish()
+
     # --- order
 
     def note_forward(self, conductor: Conductor) -> int:
@@ -343,7 +377,7 @@ class ModelState:
 
     def _settle(self) -> None:
         for traffic in self.traffics:
-            traffic.settle_reduce()
+            traffic.settle_reductions()
         self._order.clear()
         self._prefetched = None
         self._sweep_due = False

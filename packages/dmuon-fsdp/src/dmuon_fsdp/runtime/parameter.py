@@ -33,6 +33,7 @@ class DedicatedParam:
         places: where the model holds it; several for a shared one.
         param: the Parameter at rest, an :class:`OwnedTensor`, whole on the owner.
         unsharded: the Parameter that stands in the modules while they compute; None before the first use.
+        replacements: how often something was put in its place.
     """
 
     spec: ParamSpec
@@ -40,6 +41,7 @@ class DedicatedParam:
     places: tuple[Place, ...]
     param: nn.Parameter
     unsharded: nn.Parameter | None = None
+    replacements: int = 0
     _presence: tuple[weakref.ref[Tensor], Tensor] | None = field(default=None, repr=False)
     _foreign_grad: OwnedTensor | None = field(default=None, repr=False)
 
@@ -89,6 +91,7 @@ class DedicatedParam:
         else:
             adopted = self.owned.adopt(found)
             self.param = nn.Parameter(adopted, requires_grad=found.requires_grad)
+        self.replacements += 1
         self.show(self.param)
         return True
 

@@ -49,6 +49,7 @@ def _count_writes(func: Operator, args: tuple[Any, ...]) -> None:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Housed):
                     increment_version(leaf.local)
+                    leaf.count_write()
 
 
 def _is_foreach_pointwise(func: Operator) -> bool:

@@ -1,12 +1,15 @@
-"""What the groups of one model share: process group, lanes, the reduction in flight, and counters."""
+"""What the groups of one dedication share: ranks, lanes, the reductions in flight, and counters."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch.distributed import ReduceOp
 
+from dmuon_fsdp.comm.groups import Ranks
 from dmuon_fsdp.comm.streams import Lane, Ticket
 
 
@@ -15,27 +18,46 @@ class Traffic:
     """See this module's text.
 
     Attributes:
-        process_group: where every collective runs.
-        rank: this rank in it, which is its coordinate in the shard mesh.
-        world_size: how many ranks it has.
-        reducing: the reduction in flight.
-        broadcasts, reduces: how many coalesced calls were made so far.
+        ranks: where every collective runs.
+        gather_lane: weights on their way to the ranks that compute.
+        reduce_lane: gradients on their way to the ranks that own, within a replica.
+        replicate_lane: between replicas, gradients one way and weights the other.
+        reducing: the reductions in flight, the oldest first.
+        broadcasts, reduces: how many coalesced calls were made within replicas so far.
+        publishes, replica_reduces: between replicas.
     """
 
-    process_group: ProcessGroup
-    rank: int
-    world_size: int
+    ranks: Ranks
     device: torch.device
     gather_lane: Lane = field(init=False)
     reduce_lane: Lane = field(init=False)
-    reducing: Ticket = field(default_factory=Ticket)
+    replicate_lane: Lane = field(init=False)
+    reducing: deque[Ticket] = field(default_factory=deque)
     broadcasts: int = 0
     reduces: int = 0
+    publishes: int = 0
+    replica_reduces: int = 0
 
     def __post_init__(self) -> None:
         self.gather_lane = Lane(self.device)
         self.reduce_lane = Lane(self.device)
+        self.replicate_lane = Lane(self.device)
 
-    def settle_reduce(self) -> None:
-        """What follows on the current stream sees every gradient reduced so far."""
-        self.reducing.settle()
+    @property
+    def rank(self) -> int:
+        """Of all, for messages."""
+        return dist.get_rank()
+
+    @property
+    def averages(self) -> bool:
+        """Whether a collective may divide: exactly, by a power of two, where the backend can."""
+        sizes = self.ranks.shards, self.ranks.replicas
+        return self.device.type == "cuda" and all(size & (size - 1) == 0 for size in sizes)
+
+    def reduce_op(self, *, averages: bool) -> ReduceOp:
+        return ReduceOp(ReduceOp.AVG if averages else ReduceOp.SUM)
+
+    def settle_reductions(self, leave: int = 0) -> None:
+        """What follows on the current stream sees every gradient reduced so far, but for the ``leave`` latest."""
+        while len(self.reducing) > leave:
+            self.reducing.popleft().settle()

@@ -280,7 +280,7 @@ MISTAKES = {
         mesh_of_two_dimensions, (), ValueError, ["1-D", "('replicate', 'shard')", "mesh['shard']"]),
     "mesh None": (mesh_none, (), ValueError, ["1-D DeviceMesh, got None", "init_device_mesh"]),
     "mesh is a group": (mesh_is_a_group, (), ValueError, ["1-D DeviceMesh, got <", "init_device_mesh"]),
-    "mesh disagrees": (mesh_disagrees, (), ValueError, ["'blocks.0'", "[1, 0]", "[0, 1]", "give both the same: a 1-D mesh"]),
+    "mesh disagrees": (mesh_disagrees, (), ValueError, ["'blocks.0'", "[1, 0]", "[0, 1]", "give both the same: a 1-D"]),
     "mesh runs backwards": (mesh_runs_backwards, (), ValueError, ["[1, 0]", "[0, 1]", "init_device_mesh"]),
     "CPU offload": (offload, (), ValueError, ["'blocks.1'", "CPUOffloadPolicy", "OffloadPolicy()"]),
     "dtypes disagree": (

@@ -367,14 +367,14 @@ def routes():
     model = wrap(Toy())
     newton_schulz = dmuon.NewtonSchulz(dtype=torch.float32)
     counted = 0
-    original = newton_schulz.orthogonalize
+    original = newton_schulz.factors
 
-    def counting(stacked, schedule):
+    def counting(stacks, schedule):
         nonlocal counted
-        counted += stacked.shape[0]
-        return original(stacked, schedule)
+        counted += sum(stack.shape[0] for stack in stacks)
+        return original(stacks, schedule)
 
-    newton_schulz.orthogonalize = counting
+    newton_schulz.factors = counting
     optimizer = dmuon.Muon(model, ns_backend=newton_schulz)
     next_token_loss(model, dist.get_rank()).backward()
     optimizer.step()

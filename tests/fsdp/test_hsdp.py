@@ -317,3 +317,103 @@ def exception_then_reset(where: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_on_all_ranks_then_reset_then_steps_as_without_it(ranks, where):
     ranks(4, exception_then_reset, where)
+
+
+class Sum(torch.nn.Module):
+    """Two matrices whose gradients autograd keeps in one piece of memory, and one whose gradient flows on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x):
+        return torch.sin(self.a.unsqueeze(0) + self.b.unsqueeze(0)) @ (x + self.c.unsqueeze(0))
+
+
+class Sums(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.blocks = torch.nn.ModuleList(Sum() for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def gradients_in_shared_memory(accumulate: bool) -> None:
+    from dmuon_fsdp.runtime import reduction
+
+    reduction.DIRECT_FROM = 0
+    twins = Twins(Sums, wrapping=wrap_hsdp, replicas=1, shards=2)
+
+    def loss(model, rank):
+        return model(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(rank)))
+
+    if accumulate:
+        for _ in range(2):
+            with dmuon.no_sync(twins.model):
+                loss(twins.model, twins.rank).backward()
+    loss(twins.model, twins.rank).backward()
+    # In one backward: torch itself adds a second one into the memory that both gradients share.
+    total = sum(loss(twins.reference, rank) for rank in range(2)) / 2
+    (total * (3 if accumulate else 1)).backward()
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_that_share_memory_are_reduced_apart(ranks, accumulate):
+    """The collective once wrote into memory that another gradient was still read from."""
+    ranks(2, gradients_in_shared_memory, accumulate)
+
+
+def moved_between_steps() -> None:
+    torch.manual_seed(0)
+    mesh = grid(2, 1, "named")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    dmuon.dedicate_params(model, mesh["shard"], lambda name, p: True, replicate_mesh=mesh["replicate"])
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = dmuon.Muon(model)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = model(torch.ones(1, 8)).detach()
+    model.double()
+    assert torch.allclose(model(torch.ones(1, 8)).detach().float(), before)
+
+
+def test_a_model_may_change_its_dtype_between_steps(ranks):
+    """``module.to`` exchanges the tensor inside a Parameter, which only its owner saw."""
+    ranks(2, moved_between_steps, group_timeout_s=20)
+
+
+class Dropping(Toy):
+    """Leaves its last block out where it is told to."""
+
+    drops = False
+
+    def forward(self, tokens_BT):
+        x_BTD = self.embed(tokens_BT)
+        for block in list(self.blocks)[: -1 if self.drops else None]:
+            x_BTD = block(x_BTD)
+        return self.lm_head(self.norm(x_BTD))
+
+
+def last_micro_batch_skips_a_block() -> None:
+    twins = Twins(Dropping, wrapping=wrap_hsdp, replicas=2, shards=1)
+    twins.optimizers()
+    with dmuon.no_sync(twins.model):
+        twins.backward()
+    twins.model.drops = twins.reference.drops = True
+    twins.backward()
+    twins.check_gradients()
+    twins.step()
+    twins.check_weights()
+
+
+def test_the_last_micro_batch_may_skip_a_block(ranks):
+    """Its gradients from the micro-batches before were once kept for good."""
+    ranks(2, last_micro_batch_skips_a_block)

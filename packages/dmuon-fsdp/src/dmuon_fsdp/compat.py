@@ -48,6 +48,7 @@ __all__ = [
     "group_timeout",
     "in_backward",
     "install_seam",
+    "is_alone",
     "local_tensor",
     "plain_dtensor",
     "preserving_versions",
@@ -281,6 +282,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 # --- Many tensors at once
 #
 # - `_foreach_copy_`, `_foreach_div_`: one launch for all tensors of a group has no public spelling.
+# - `_storage_Use_Count`: autograd hands out gradients that share memory with each other, or with one that still flows.
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -293,6 +295,19 @@ def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
     """``tensors[i].div_(divisor)`` for all i."""
     if tensors:
         torch._foreach_div_(list(tensors), divisor)
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor can read or write this one's memory."""
+    return _holders(tensor) <= _HOLDERS_OF_A_LONE_TENSOR
+
+
+def _holders(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+_LONE = torch.empty(0)
+_HOLDERS_OF_A_LONE_TENSOR = _holders(_LONE)  # itself and the handle that counts
 
 
 # --- Parameters of a module

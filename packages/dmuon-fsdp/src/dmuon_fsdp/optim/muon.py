@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -28,6 +29,7 @@ from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Registration
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 from dmuon_fsdp.runtime.parameter import DedicatedParam
+from dmuon_fsdp.runtime.timings import Timings
 
 # A group has its own algorithm's options; the check in core wants both.
 _OPTIONS_OF_THE_OTHER = {"momentum": 0.0, "adjust_lr_fn": None, "betas": (0.0, 0.0), "eps": 0.0}
@@ -85,6 +87,7 @@ class Muon(Optimizer):
             raise ValueError(f"momentum_dtype must be a floating torch.dtype, got {momentum_dtype!r}")
         self.momentum_dtype = momentum_dtype
         self.replicate_async = replicate_async
+        self._timings: Timings | None = None
         self._registrations = [_bound(each) for each in models]
         entries = entries_of(self._registrations)
         self._averages = averages_of(entries, unsynchronized, self._registrations)
@@ -160,14 +163,44 @@ class Muon(Optimizer):
         known = self._dedicated()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group)
+                with self._timed("muon"):
+                    self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group)
             else:
-                self._adamw_step([p for p in group["params"] if p.grad is not None], group)
+                with self._timed("adamw"):
+                    self._adamw_step([p for p in group["params"] if p.grad is not None], group)
         for registration in self._registrations:
-            registration.state.after_step()
+            with self._timed("publish"):
+                registration.state.after_step()
             if not self.replicate_async:
                 registration.state.settle_publishes()
+        if self._timings is not None:
+            self._timings.end_step()
         return loss
+
+    def record_timings(self, enabled: bool = True) -> None:
+        """From now on record what :meth:`last_step_timings` returns: two events a span, no synchronization."""
+        traffics = [traffic for registration in self._registrations for traffic in registration.state.traffics]
+        self._timings = Timings(traffics[0].device) if enabled and traffics else None
+        for traffic in traffics:
+            traffic.timings = self._timings
+
+    def last_step_timings(self) -> dict[str, float]:
+        """Milliseconds of the last step on this rank by name; waits for the device.
+
+        ``wait for gather``, ``wait for reduce`` and ``wait for publish`` are exposed communication of dedicated
+        parameters, from the step before to this one: the time in which the compute stream waited. ``muon``, ``adamw``
+        and ``publish`` (what owners write for the next forward) are the parts of :meth:`step`. What took no time at
+        all may be missing.
+
+        Raises:
+            RuntimeError: recording is off, the default.
+        """
+        if self._timings is None:
+            raise RuntimeError("no timings are recorded: call optimizer.record_timings() before the step")
+        return self._timings.milliseconds()
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._timings is None else self._timings.span(name)
 
     def _dedicated(self) -> dict[nn.Parameter, DedicatedParam]:
         return {member.param: member for each in self._registrations for member in each.params.values()}

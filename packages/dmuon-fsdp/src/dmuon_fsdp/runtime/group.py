@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from dmuon_fsdp.comm.collectives import broadcast_from_owners, reduce_to_owners
 from dmuon_fsdp.comm.streams import Ticket
-from dmuon_fsdp.compat import copy_all, run_post_accumulate_hooks
+from dmuon_fsdp.compat import copy_all, is_alone, run_post_accumulate_hooks
 from dmuon_fsdp.runtime.buckets import Buckets, Layout, layouts_of
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 from dmuon_fsdp.runtime.reduction import Outgoing
@@ -202,14 +202,14 @@ class Group:
 
     def settle_publish(self) -> None:
         """What follows on the current stream comes after the publish."""
-        with self._naming("the published weights"):
+        with self._naming("the published weights"), self.traffic.waiting("wait for publish"):
             self._publishing.settle()
 
     def make_ready(self) -> None:
         """Whole weights in the modules, valid for what comes next on the current stream."""
         self.gather()
         if self.state is GroupState.GATHERING:
-            with self._naming("the weights"):
+            with self._naming("the weights"), self.traffic.waiting("wait for gather"):
                 self._gathering.settle()
             self._move(GroupState.READY)
         self.show_unsharded()
@@ -284,10 +284,12 @@ class Group:
         trained = self.trained
         if not self.reduce_grads:
             wide = self._accumulation_dtype
-            self._kept = {member: grad.to(wide) for member, grad in grads.items()}
+            self._kept = {member: grad.to(wide, copy=not is_alone(grad)) for member, grad in grads.items()}
             self._unreduced = self._unreduced or bool(trained)
         elif trained:
             self._reduce(trained, grads)
+        else:
+            self.drop_gradients()  # of what is frozen by now
 
     @property
     def keeps_gradients(self) -> bool:

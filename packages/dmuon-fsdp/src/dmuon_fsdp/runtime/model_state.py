@@ -197,8 +197,10 @@ class Conductor:
 
     def sweep(self) -> None:
         """Reduce what the backward left over, and go to rest."""
-        if self.open_passes or self.group.has_gradients():
-            self.group.finish_gradients()
+        group = self.group
+        kept = group.keeps_gradients and group.reduce_grads and group.all_reduce_grads
+        if self.open_passes or group.has_gradients() or kept:
+            group.finish_gradients()
         self.open_passes.clear()
         self.backward_passes = 0
         if self.group.reshard_after_backward or self.group.state is GroupState.GATHERING:

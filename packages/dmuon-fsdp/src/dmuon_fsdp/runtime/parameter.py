@@ -43,6 +43,7 @@ class DedicatedParam:
     unsharded: nn.Parameter | None = None
     replacements: int = 0
     _presence: tuple[weakref.ref[Tensor], Tensor] | None = field(default=None, repr=False)
+    _local: weakref.ref[Tensor] | None = field(default=None, repr=False)
     _foreign_grad: OwnedTensor | None = field(default=None, repr=False)
 
     @property
@@ -85,14 +86,22 @@ class DedicatedParam:
         """Take over what ``load_state_dict(assign=True)``, ``to`` or ``to_empty`` put in our place; whether it did."""
         found = self.shown()
         if found is self.param or found is self.unsharded:
-            return False
+            return self._note_local()
         if isinstance(found, OwnedTensor) and found.home == self.owned.home:
             self.param = cast(nn.Parameter, found)
         else:
             adopted = self.owned.adopt(found)
             self.param = nn.Parameter(adopted, requires_grad=found.requires_grad)
-        self.replacements += 1
+        self._note_local()
         self.show(self.param)
+        return True
+
+    def _note_local(self) -> bool:
+        """Whether its tensor is another than before: ``module.to`` exchanges what is inside the Parameter."""
+        if self._local is not None and self._local() is self.owned.local:
+            return False
+        self._local = weakref.ref(self.owned.local)
+        self.replacements += 1
         return True
 
     # --- gradient

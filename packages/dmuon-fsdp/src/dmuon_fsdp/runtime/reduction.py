@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmuon_fsdp.compat import copy_all, divide_all
+from dmuon_fsdp.compat import copy_all, divide_all, is_alone
 from dmuon_fsdp.planning.plan import Owner
 from dmuon_fsdp.runtime.buckets import Layout
 from dmuon_fsdp.runtime.parameter import DedicatedParam
@@ -72,7 +72,9 @@ class Outgoing:
                 if grad is None:
                     grad = torch.zeros(slot.member.shape, dtype=dtype, device=device)
                     presence[index].zero_()
-                made.reduced[slot.member] = grad.to(dtype).contiguous()
+                # The collective writes where it reads: not into memory that autograd shares between gradients.
+                grad = grad.to(dtype).contiguous()
+                made.reduced[slot.member] = grad if is_alone(grad) else grad.clone()
                 made.parts.append((layout.owner, made.reduced[slot.member]))
             made.presence[layout.owner] = presence
             made.parts.append((layout.owner, presence))

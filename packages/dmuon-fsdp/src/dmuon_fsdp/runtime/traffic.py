@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed import ReduceOp
 
 from dmuon_fsdp.comm.groups import Ranks
 from dmuon_fsdp.comm.streams import Lane, Ticket
+from dmuon_fsdp.runtime.timings import Timings
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Traffic:
         reducing: the reductions in flight, the oldest first.
         broadcasts, reduces: how many coalesced calls were made within replicas so far.
         publishes, replica_reduces: between replicas.
+        timings: records how long the compute stream waits; None records nothing.
     """
 
     ranks: Ranks
@@ -37,6 +41,7 @@ class Traffic:
     reduces: int = 0
     publishes: int = 0
     replica_reduces: int = 0
+    timings: Timings | None = None
 
     def __post_init__(self) -> None:
         self.gather_lane = Lane(self.device)
@@ -60,4 +65,9 @@ class Traffic:
     def settle_reductions(self, leave: int = 0) -> None:
         """What follows on the current stream sees every gradient reduced so far, but for the ``leave`` latest."""
         while len(self.reducing) > leave:
-            self.reducing.popleft().settle()
+            with self.waiting("wait for reduce"):
+                self.reducing.popleft().settle()
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Around what makes the compute stream wait."""
+        return contextlib.nullcontext() if self.timings is None else self.timings.span(name)

@@ -7,7 +7,7 @@
 - A compiler package (``LATE``) is imported inside functions, or at the top of a module that is itself reached only
   through imports inside functions.
 - A room of dmuon_fsdp imports the rooms below it (``ROOMS``), never one above and never the door.
-- A private torch name stands only in a file called ``compat.py``.
+- A private torch name stands only in a package's ``compat.py``, or in its folder ``compat``.
 - The facade defines no function and no class.
 
 Standard library only: ``python tools/check_arrows.py [root]``.
@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"planning", "comm", "runtime"},
 }
 DOOR = {"__init__", "__main__", "api", "options", "describe", "cli", "doctor"}
-COMPAT = "compat.py"
+COMPAT = "compat"
 TYPING_ONLY = "typing_extensions"
 
 
@@ -262,7 +262,7 @@ def _check_packages(module: Module, eager: bool) -> Iterator[Violation]:
 
 
 def _check_private(module: Module) -> Iterator[Violation]:
-    if module.path.name == COMPAT:
+    if COMPAT in module.name.split(".")[1:2]:
         return
     # An attribute chain of a private module is reported with the import that brought it.
     for line, dotted in module.private:

@@ -183,7 +183,7 @@ class Decoder(nn.Module):
 
 
 def boundaries(model, predicate=lambda name, p: p.ndim == 2, hook=None, strict=True):
-    specs = select_params(model, predicate, boundary_predicate=hook, boundary_strict=strict)
+    specs = select_params(model, predicate, hook, strict=strict)
     return {spec.fqn: spec.boundary for spec in specs}
 
 
@@ -267,7 +267,7 @@ def test_a_parameter_shared_over_boundaries_belongs_to_their_common_ancestor():
 def test_a_shared_parameter_is_one_spec_with_aliases():
     model = Decoder(embed=nn.Embedding(9, 4), lm_head=nn.Linear(4, 9, bias=False))
     model.lm_head.weight = model.embed.weight
-    (spec,) = select_params(model, lambda name, p: "head" in name, boundary_predicate=None, boundary_strict=True)
+    (spec,) = select_params(model, lambda name, p: "head" in name, None, strict=True)
     assert (spec.fqn, spec.aliases) == ("embed.weight", ("lm_head.weight",))
 
 

@@ -26,9 +26,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon_fsdp import compat
 from dmuon_fsdp.api import registration_of
-from dmuon_fsdp.compat import fsdp_controls, seam_complaint
+from dmuon_fsdp.compat import fsdp_controls, param_groups, seam_complaint
 from dmuon_fsdp.runtime import binding
 from dmuon_fsdp.runtime.controls import ACTS, NEUTRAL, WHOLE_MODEL
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
@@ -53,7 +52,7 @@ def by_third_module():
 
 
 def fsdp_parameters(model):
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in compat._param_groups(m)]
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in param_groups(m)]
     return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
 
 

@@ -62,6 +62,7 @@ BROKEN = {
     "private module": ("dmuon_core/a.py", "import torch._dynamo", 1, "private torch name torch._dynamo"),
     "private from": ("dmuon_core/a.py", "from torch.distributed.fsdp import _fully_shard", 1, "_fully_shard"),
     "private attribute": ("dmuon_core/a.py", "import torch\nx = torch._C._foo()", 2, "torch._C._foo"),
+    "private in another's compat": ("dmuon_fsdp/comm/compat.py", "import torch._dynamo", 1, "torch._dynamo"),
     "private by alias": ("dmuon_core/a.py", "import torch.distributed as dist\ndist._x", 2, "torch.distributed._x"),
 }
 
@@ -89,9 +90,9 @@ def test_allowed_arrows(tmp_path: Path) -> None:
             "dmuon_kernels/jit.py": "import triton\nimport cutlass.cute as cute",
             "dmuon_fsdp/__init__.py": "from dmuon_fsdp.api import x",
             "dmuon_fsdp/api.py": "from dmuon_fsdp import planning, comm, runtime, optim, checkpoint\nx = 1",
-            "dmuon_fsdp/compat.py": "from torch.distributed.fsdp import _fully_shard",
+            "dmuon_fsdp/compat/seam.py": "from torch.distributed.fsdp import _fully_shard",
             "dmuon_fsdp/planning/lpt.py": "import dmuon_core.cost",
-            "dmuon_fsdp/comm/a.py": "import torch.distributed\nfrom dmuon_fsdp.compat import y\nfrom . import b",
+            "dmuon_fsdp/comm/a.py": "import torch.distributed\nfrom dmuon_fsdp.compat.seam import y\nfrom . import b",
             "dmuon_fsdp/comm/b.py": "",
             "dmuon_fsdp/runtime/a.py": "from dmuon_fsdp.planning import lpt\nfrom dmuon_fsdp.comm.a import z",
             "dmuon_fsdp/optim/a.py": "import dmuon_core\nfrom ..runtime import a",

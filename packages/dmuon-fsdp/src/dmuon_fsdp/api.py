@@ -74,29 +74,19 @@ def dedicate_params(
         RuntimeError: the seam does not fit this torch.
     """
     _check_types(model, predicate, reshard_after_forward, planning, mp_policy)
-    _check_mesh("mesh", mesh, 'mesh["shard"]')
-    if replicate_mesh is not None:
-        _check_mesh("replicate_mesh", replicate_mesh, 'mesh["replicate"]')
-        _check_grid(mesh, replicate_mesh)
+    _check_meshes(mesh, replicate_mesh)
     if process_group_policy not in get_args(ProcessGroupPolicy):
         raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
     known = registry.find(model)
     _refuse_another_root(known, model)
-    specs = select_params(
-        model, predicate, boundary_predicate=hook_boundary_predicate, boundary_strict=hook_boundary_strict
-    )
+    specs = select_params(model, predicate, hook_boundary_predicate, strict=hook_boundary_strict)
     _refuse_twice(known, [spec.fqn for spec in specs])
     if patch:
         install_patch()
     registration = registry.register(model)
+    options = planning or PlanningOptions()
     dedication = Dedication(
-        specs,
-        mesh,
-        replicate_mesh,
-        planning or PlanningOptions(),
-        process_group_policy,
-        mp_policy,
-        reshard_after_forward,
+        specs, mesh, replicate_mesh, options, process_group_policy, mp_policy, reshard_after_forward
     )
     # Without a match too: another rank may have one, and says so where the ranks compare.
     registration.dedications.append(dedication)
@@ -120,6 +110,13 @@ def _check_types(
             f"predicate must be a function predicate(name, param) -> bool, got {predicate!r}; such as "
             f'lambda name, p: "proj" in name and p.ndim == 2'
         )
+
+
+def _check_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
+    _check_mesh("mesh", mesh, 'mesh["shard"]')
+    if replicate_mesh is not None:
+        _check_mesh("replicate_mesh", replicate_mesh, 'mesh["replicate"]')
+        _check_grid(mesh, replicate_mesh)
 
 
 def _check_mesh(argument: str, mesh: object, remedy: str) -> None:

@@ -27,9 +27,9 @@ class _Candidate:
 def select_params(
     model: nn.Module,
     predicate: ParamPredicate,
-    *,
     boundary_predicate: BoundaryPredicate | None,
-    boundary_strict: bool,
+    *,
+    strict: bool,
 ) -> tuple[ParamSpec, ...]:
     """The parameters that ``predicate`` chooses, in the order of the model, a shared one once.
 
@@ -43,7 +43,7 @@ def select_params(
     for candidate in chosen:
         _refuse(candidate.names[0], candidate.parameter)
     boundaries = find_boundaries(model, boundary_predicate)
-    strict = boundary_predicate is not None and boundary_strict
+    strict = strict and boundary_predicate is not None
     return tuple(_spec(candidate, boundaries, strict=strict) for candidate in chosen)
 
 

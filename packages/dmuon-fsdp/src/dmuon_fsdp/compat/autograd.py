@@ -1,0 +1,68 @@
+"""Autograd's engine, what it leaves on parameters, and many tensors in one launch.
+
+- the engine's callbacks and the id of the running graph task: FSDP2 finds the end of a backward the same way.
+- `_storage_Use_Count`: autograd hands out gradients that share memory with each other, or with one that still flows.
+- `_post_accumulate_grad_hooks`: autograd runs them only where it accumulates by itself.
+- `_foreach_copy_`, `_foreach_div_`: one launch for all tensors of a group has no public spelling.
+- `_parameters`: registering through `setattr` walks every hook and base class, and views stand in a module's place for
+  its parameters twice in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has computed every gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``into[i].copy_(sources[i])`` for all i."""
+    if into:
+        torch._foreach_copy_(list(into), list(sources))
+
+
+def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
+    """``tensors[i].div_(divisor)`` for all i."""
+    if tensors:
+        torch._foreach_div_(list(tensors), divisor)
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor can read or write this one's memory."""
+    return _holders(tensor) <= _HOLDERS_OF_A_LONE_TENSOR
+
+
+def _holders(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+_LONE = torch.empty(0)
+_HOLDERS_OF_A_LONE_TENSOR = _holders(_LONE)  # itself and the handle that counts
+
+
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register without the walk through every hook and base class that `setattr` takes: this is the hot path."""
+    module._parameters[name] = parameter
+
+
+def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
+    """What `register_post_accumulate_grad_hook` registered; autograd runs it only where it accumulates by itself."""
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)

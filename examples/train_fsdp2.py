@@ -15,7 +15,7 @@ import dmuon
 
 
 class MLP(nn.Module):
-    def __init__(self, d: int = 256, blocks: int = 4) -> None:
+    def __init__(self, d: int = 128, blocks: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d)) for _ in range(blocks)
@@ -47,7 +47,7 @@ def main() -> None:
 
     torch.manual_seed(1 + dist.get_rank())  # different data on each
     for step in range(101):
-        x = torch.randn(256, 256, device=device)
+        x = torch.randn(256, 128, device=device)
         loss = (model(x) - x[:, :8].sin().sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()

@@ -62,9 +62,12 @@ def losses_of(folder: Path, name: str, ranks: int) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
 
 
-def single_process_losses(folder: Path, steps: int = 20) -> dict[int, float]:
+@pytest.fixture(scope="module")
+def want(tmp_path_factory) -> dict[int, float]:
     """The same training in one process: every rank of the page draws the same batch, so the mean changes nothing."""
-    spec = importlib.util.spec_from_file_location("page_model", folder / "model.py")
+    file = tmp_path_factory.mktemp("page") / "model.py"
+    file.write_text(script("model.py"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("page_model", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,7 +82,7 @@ def single_process_losses(folder: Path, steps: int = 20) -> dict[int, float]:
         ]
     )
     losses = {}
-    for step in range(steps):
+    for step in range(20):
         optimizer.zero_grad()
         loss = model(torch.randn(4, 512, device=device))
         loss.backward()
@@ -89,14 +92,13 @@ def single_process_losses(folder: Path, steps: int = 20) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2] if torch.cuda.is_available() else [2])
-def test_train_fsdp2_as_it_stands(folder, ranks):
+def test_train_fsdp2_as_it_stands(folder, want, ranks):
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    check(folder, losses_of(folder, "train_fsdp2.py", ranks))
+    check(losses_of(folder, "train_fsdp2.py", ranks), want)
 
 
-def check(folder: Path, got: dict[int, float]) -> None:
-    want = single_process_losses(folder)
+def check(got: dict[int, float], want: dict[int, float]) -> None:
     assert sorted(got) == [0, 5, 10, 15]
     for step, loss in got.items():
         # The summed output crosses zero; its size over the run is what a deviation counts against.
@@ -104,14 +106,14 @@ def check(folder: Path, got: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2] if torch.cuda.is_available() else [2, 4])
-def test_train_hsdp_as_it_stands(folder, ranks):
+def test_train_hsdp_as_it_stands(folder, want, ranks):
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    check(folder, losses_of(folder, "train_hsdp.py", ranks))
+    check(losses_of(folder, "train_hsdp.py", ranks), want)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two nodes are two launchers on one machine, without GPUs")
-def test_train_hsdp_on_two_nodes(folder):
+def test_train_hsdp_on_two_nodes(folder, want):
     """Two launchers that meet through c10d, as on two machines; each starts two ranks, one replica."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -138,4 +140,4 @@ def test_train_hsdp_on_two_nodes(folder):
     assert [node.returncode for node in nodes] == [0, 0], done[0][1][-2000:] + done[1][1][-2000:]
     printed = [LINE.findall(out) for out, _ in done]
     assert sorted(map(len, printed)) == [0, 4], "rank 0 alone prints"
-    check(folder, {int(step): float(loss) for lines in printed for step, loss in lines})
+    check({int(step): float(loss) for lines in printed for step, loss in lines}, want)

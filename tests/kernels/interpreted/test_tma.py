@@ -80,7 +80,7 @@ def test_fewer_programs_give_the_same_bits():
 
 def test_counters_are_zero_again(monkeypatch):
     """The next launch on the stream takes them as they are."""
-    from dmuon_kernels import triton_syrk as module
+    from dmuon_kernels import triton_launch as module
 
     given = []
     monkeypatch.setattr(

@@ -27,7 +27,8 @@ from dmuon_kernels.probes import probe_triton, triton_rejects
 from dmuon_kernels.specs import TRITON
 from dmuon_kernels.triton_config import CONFIGS, TritonConfig, choose_config, count_tiles
 from dmuon_kernels.triton_kernel import lower_tile
-from dmuon_kernels.triton_syrk import _is_aligned, triton_syrk
+from dmuon_kernels.triton_launch import is_aligned
+from dmuon_kernels.triton_syrk import triton_syrk
 
 CPU = torch.device("cpu")
 SMALL_TILES = TritonConfig(tile_m=32, tile_k=32, warps=4, stages=3)
@@ -109,13 +110,13 @@ def test_configuration_by_size_and_alignment(m, aligned, name):
 
 def test_alignment_looks_at_sizes_strides_and_address():
     x = torch.zeros(2, 64, 64).half()
-    assert _is_aligned(x)
-    assert _is_aligned(x.mT)
-    assert _is_aligned(x[:1].expand(5, 64, 64))
-    assert not _is_aligned(x[..., 1:33])
-    assert _is_aligned(x[..., :56])
-    assert not _is_aligned(x[..., :60])
-    assert not _is_aligned(torch.zeros(2, 64, 68).half()[..., :64])
+    assert is_aligned(x)
+    assert is_aligned(x.mT)
+    assert is_aligned(x[:1].expand(5, 64, 64))
+    assert not is_aligned(x[..., 1:33])
+    assert is_aligned(x[..., :56])
+    assert not is_aligned(x[..., :60])
+    assert not is_aligned(torch.zeros(2, 64, 68).half()[..., :64])
 
 
 @triton.jit

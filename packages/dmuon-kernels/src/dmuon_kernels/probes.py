@@ -103,8 +103,13 @@ def _triton_complaint() -> str | None:
     return None
 
 
+def interpreter_is_on() -> bool:
+    """Whether Triton interprets its kernels, as it decides when they are imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _TRITON_TRUE
+
+
 def _interpreter_complaint() -> str | None:
-    if os.environ.get("TRITON_INTERPRET", "").lower() not in _TRITON_TRUE:
+    if not interpreter_is_on():
         return "needs an NVIDIA GPU, this device is cpu (there only for debugging, under TRITON_INTERPRET=1)"
     return _triton_complaint()
 

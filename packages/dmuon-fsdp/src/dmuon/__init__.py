@@ -14,6 +14,7 @@ from dmuon_core import (
 )
 from dmuon_fsdp import __version__
 from dmuon_fsdp.api import (
+    clip_grad_norm_,
     dedicate_params,
     dedicated_params,
     ignored_params,
@@ -43,6 +44,7 @@ __all__ = [
     "OwnershipPlan",
     "PlanningOptions",
     "__version__",
+    "clip_grad_norm_",
     "dedicate_params",
     "dedicated_params",
     "direct_newton_schulz",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Literal, get_args
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -20,6 +21,8 @@ from dmuon_fsdp.compat import (
     set_gradient_sync_of,
     uninstall_seam,
 )
+from dmuon_fsdp.optim.clipping import Gradients, clip_
+from dmuon_fsdp.optim.muon import Muon
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.plan import OwnershipPlan
@@ -257,6 +260,56 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
         for module, values in zip(sharded, theirs, strict=True):
             set_gradient_sync_of(module, values)
+
+
+def clip_grad_norm_(
+    model_or_optimizer: nn.Module | Muon,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    buckets: Mapping[str, float] | None = None,
+    process_groups: Sequence[ProcessGroup] = (),
+) -> Tensor:
+    """Clip the gradients of all parameters together: dedicated, FSDP2's and plain ones, on any mesh, in place.
+
+    Call it on all ranks after the step's last backward. A gradient that is divided over ranks, or whole on one, counts
+    once; so does one that ranks repeat, by its mean over them where they differ. Gradients within the norm stay as they
+    are, bit for bit. What ``unsynchronized="average"`` leaves to the step is averaged here.
+
+    Args:
+        model_or_optimizer: a model with dedicated parameters, or its ``dmuon.Muon``.
+        max_norm: what the norm may be at most; infinity clips nothing and returns the norm.
+        norm_type: the order p of the norm (Σ|g|ᵖ)^(1/p), infinity for the maximum.
+        error_if_nonfinite: raise where the norm is not finite; the host waits for it.
+        buckets: limits of their own, for their own norms, by ``"muon"``, ``"adamw"``, or with an optimizer the name of
+            a group, which goes first. What is in none has ``max_norm``.
+        process_groups: further groups to add up over, such as the stages of a pipeline, whose ranks all make the call.
+
+    Returns:
+        The norm of all gradients before clipping, 0-dim and fp32, the same number on all ranks; on the device.
+
+    Raises:
+        ValueError: a limit or order out of range, a bucket that there is not.
+        RuntimeError: gradients accumulated under ``no_sync`` were never reduced, or a norm is not finite.
+    """
+    if isinstance(model_or_optimizer, Muon):
+        gradients = model_or_optimizer._gradients()
+    else:
+        gradients = _gradients_of(registration_of(model_or_optimizer))
+    return clip_(
+        gradients,
+        max_norm,
+        norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+        buckets=buckets,
+        process_groups=process_groups,
+    )
+
+
+def _gradients_of(registration: Registration) -> Gradients:
+    averages = [average for optimizer in registration.optimizers for average in optimizer._gradients().averages]
+    return Gradients.of_model(registration, [average for average in averages if average.home is registration])
 
 
 def publish(model: nn.Module) -> None:

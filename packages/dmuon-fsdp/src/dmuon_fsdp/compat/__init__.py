@@ -11,8 +11,10 @@ from dmuon_fsdp.compat.autograd import (
     get_parameter,
     in_backward,
     is_alone,
+    norms_of,
     put_parameter,
     run_post_accumulate_hooks,
+    scale_all,
 )
 from dmuon_fsdp.compat.collectives import coalescing, default_store, group_timeout
 from dmuon_fsdp.compat.dtensor import (
@@ -65,11 +67,13 @@ __all__ = [
     "install_seam",
     "is_alone",
     "local_tensor",
+    "norms_of",
     "param_groups",
     "plain_dtensor",
     "put_parameter",
     "reset_iteration",
     "run_post_accumulate_hooks",
+    "scale_all",
     "seam_complaint",
     "set_gradient_sync_of",
     "shard_extent",

@@ -3,7 +3,8 @@
 - the engine's callbacks and the id of the running graph task: FSDP2 finds the end of a backward the same way.
 - `_storage_Use_Count`: autograd hands out gradients that share memory with each other, or with one that still flows.
 - `_post_accumulate_grad_hooks`: autograd runs them only where it accumulates by itself.
-- `_foreach_copy_`, `_foreach_div_`: one launch for all tensors of a group has no public spelling.
+- `_foreach_copy_`, `_foreach_div_`, `_foreach_mul_`, `_foreach_norm`: one launch for all tensors of a group has no
+  public spelling.
 - `_parameters`: registering through `setattr` walks every hook and base class, and views stand in a module's place for
   its parameters twice in every step.
 """
@@ -36,6 +37,17 @@ def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
     """``tensors[i].div_(divisor)`` for all i."""
     if tensors:
         torch._foreach_div_(list(tensors), divisor)
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """``tensors[i].mul_(factor)`` for all i; ``factor`` is 0-dim, on their device, and not read by the host."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm over all elements of each tensor, which has some, computed in ``dtype``."""
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -44,6 +44,11 @@ class Average:
         self.allowed = allowed
 
     @property
+    def home(self) -> Registration:
+        """The model that they belong to."""
+        return self.entries[0].home
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that train now: they may be frozen and thawed between steps, on all ranks alike."""
         return [entry.parameter for entry in self.entries if entry.parameter.requires_grad]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -23,6 +24,7 @@ from dmuon_core.update import LearningRate
 from dmuon_fsdp.comm.agree import agree_on
 from dmuon_fsdp.compat import local_tensor
 from dmuon_fsdp.optim.average import averages_of
+from dmuon_fsdp.optim.clipping import Gradients, check_limit, clip_, refuse_unreduced
 from dmuon_fsdp.optim.groups import Entry, build_groups, digest_lines, entries_of
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.runtime import registry
@@ -51,6 +53,8 @@ class Muon(Optimizer):
         param_groups: see :func:`dmuon_fsdp.optim.groups.build_groups`.
         replicate_async: under HSDP the new weights reach the other replicas while the next forward runs; False waits
             for that inside :meth:`step`. The same bits either way; without effect on one mesh.
+        max_grad_norm: clip the norm of all gradients together to this, inside every step, as
+            :func:`dmuon.clip_grad_norm_` does; for trainers whose own clipping must be off. None clips nothing.
         unsynchronized: what to do with trainable parameters that are neither dedicated nor FSDP2's: None refuses them,
             ``"average"`` averages their gradients in the step.
 
@@ -77,6 +81,7 @@ class Muon(Optimizer):
         adamw_weight_decay: float = 0.01,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         replicate_async: bool = True,
+        max_grad_norm: float | None = None,
         unsynchronized: Literal["average"] | None = None,
     ) -> None:
         models = [model] if isinstance(model, nn.Module) else list(model)
@@ -86,6 +91,9 @@ class Muon(Optimizer):
         if not isinstance(momentum_dtype, torch.dtype) or not momentum_dtype.is_floating_point:
             raise ValueError(f"momentum_dtype must be a floating torch.dtype, got {momentum_dtype!r}")
         self.momentum_dtype = momentum_dtype
+        if max_grad_norm is not None:
+            check_limit("max_grad_norm", max_grad_norm)
+        self.max_grad_norm = max_grad_norm
         self.replicate_async = replicate_async
         self._timings: Timings | None = None
         self._registrations = [_bound(each) for each in models]
@@ -157,9 +165,11 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_unreduced()
+        refuse_unreduced(self._registrations, "step")
         for average in self._averages:
             average.reduce()
+        if self.max_grad_norm is not None:
+            clip_(replace(self._gradients(), averages=()), self.max_grad_norm, 2.0)
         known = self._dedicated()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
@@ -205,14 +215,11 @@ class Muon(Optimizer):
     def _dedicated(self) -> dict[nn.Parameter, DedicatedParam]:
         return {member.param: member for each in self._registrations for member in each.params.values()}
 
-    def _refuse_unreduced(self) -> None:
-        for registration in self._registrations:
-            waiting = [group.name for group in registration.state.groups if group.keeps_gradients]
-            if waiting:
-                raise RuntimeError(
-                    f"step() with gradients of {waiting[0]!r} that were accumulated under no_sync (or "
-                    f"set_requires_gradient_sync(False)) and not reduced: run the step's last backward outside of it"
-                )
+    def _gradients(self) -> Gradients:
+        """What ``clip_grad_norm_`` of this optimizer is about."""
+        groups = self.param_groups
+        labelled = [(p, (group["group_name"], group["algorithm"])) for group in groups for p in group["params"]]
+        return Gradients(self._registrations, labelled, self._averages)
 
     def _muon_step(self, members: Sequence[DedicatedParam], group: dict[str, Any]) -> None:
         buffers = [self._momentum_buffer(member.param) for member in members]

@@ -230,9 +230,32 @@ def test_a_list_of_linears_is_no_stack():
     assert "layers.0.experts.0" not in set(boundaries(inside).values())
 
 
-def test_a_stack_in_a_stack_takes_the_inner_elements():
+def experts(width=4):
+    return nn.ModuleList(
+        Decoder(w1=nn.Linear(width, width, bias=False), w2=nn.Linear(width, width, bias=False)) for _ in range(3)
+    )
+
+
+@pytest.mark.parametrize("path", ["mlp", "block_sparse_moe"])
+def test_experts_in_a_list_belong_to_their_layer(path):
+    """A boundary at an expert is one that a rank without tokens for it never enters: the others wait for it."""
+    layer = [Decoder(q=nn.Linear(4, 4), **{path: Decoder(gate=nn.Linear(4, 3), experts=experts())}) for _ in range(2)]
+    found = boundaries(Decoder(model=Decoder(layers=nn.ModuleList(layer))))
+    assert set(found.values()) == {"model.layers.0", "model.layers.1"}
+    assert found[f"model.layers.1.{path}.experts.2.w1.weight"] == "model.layers.1"
+    wrapped = nn.ModuleList(checkpoint_wrapper(each) for each in layer)
+    assert boundaries(Decoder(model=Decoder(layers=wrapped))) == found
+
+
+def test_a_stack_in_a_stack_takes_the_outer_elements():
     stages = nn.ModuleList(Decoder(blocks=nn.ModuleList(blocks())) for _ in range(2))
-    assert boundaries(Decoder(stages=stages)) == {**in_layers("stages.0.blocks"), **in_layers("stages.1.blocks")}
+    assert set(boundaries(Decoder(stages=stages)).values()) == {"stages.0", "stages.1"}
+
+
+def test_a_predicate_puts_boundaries_on_the_inner_elements_of_a_stack():
+    stages = nn.ModuleList(Decoder(blocks=nn.ModuleList(blocks())) for _ in range(2))
+    found = boundaries(Decoder(stages=stages), hook=lambda module: isinstance(module, Block))
+    assert found == {**in_layers("stages.0.blocks"), **in_layers("stages.1.blocks")}
 
 
 def test_a_predicate_replaces_the_rule():

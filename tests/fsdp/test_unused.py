@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,50 @@ def run_experts(set_to_none, users):
 def test_an_expert_that_some_ranks_use(ranks, world_size, set_to_none, users):
     """Skipping a collective for a missing gradient hangs; filling it with zeros decays what nobody used."""
     ranks(world_size, run_experts, set_to_none, users)
+
+
+class RoutedBlock(Block):
+    """Sends every sequence through one expert of a list, as the experts of transformers are; the caller routes."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 48, bias=False), nn.SiLU(), nn.Linear(48, WIDTH, bias=False))
+            for _ in range(4)
+        )
+
+    def forward(self, x_BTD, routes):
+        x_BTD = super().forward(x_BTD)
+        return torch.stack([x_TD + self.experts[route](x_TD) for x_TD, route in zip(x_BTD, routes, strict=True)])
+
+
+def routed_loss(model, rank, step):
+    """Rank 0 never uses expert 2, rank 1 never expert 0, nobody expert 3, and the order of experts differs."""
+    return next_token_loss(model, rank, step, routes=[(0, 1), (2, 1)][rank][:: 1 if step % 2 else -1])
+
+
+def check_routed(*, reshard):
+    twins = Twins(functools.partial(Toy, RoutedBlock), reshard_after_forward=reshard)
+    assert {spec.boundary for spec in twins.registration.specs} == {"blocks.0", "blocks.1"}
+    twins.optimizers(weight_decay=0.1)
+    nobodys = [parameter for name, parameter in twins.model.named_parameters() if "experts.3" in name]
+    before = [parameter.full_tensor() for parameter in nobodys]
+    for step in range(4):
+        twins.zero_grad()
+        twins.backward(lambda model, rank, step=step: routed_loss(model, rank, step))
+        twins.check_gradients()
+        twins.step()
+    twins.check_weights()
+    assert all(torch.equal(p.full_tensor(), was) for p, was in zip(nobodys, before, strict=True))
+
+
+def run_routed():
+    on_all_cells(({"reshard": reshard} for reshard in (True, False)), check_routed)
+
+
+def test_experts_in_a_list_that_some_ranks_route_nothing_to(ranks):
+    """With a boundary at every expert a rank waits for one that another never enters."""
+    ranks(2, run_routed, group_timeout_s=20)
 
 
 def run_frozen_expert():

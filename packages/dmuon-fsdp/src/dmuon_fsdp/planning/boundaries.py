@@ -1,9 +1,12 @@
 """Where hooks go: the modules that gather before their forward and reduce after their backward.
 
-By default a parameter's boundary is its innermost ancestor that is an element of a repeated container (``layers.N``,
+By default a parameter's boundary is its outermost ancestor that is an element of a repeated container (``layers.N``,
 ``h.N``, ``encoder.layer.N``), whatever the container's name; where there is none, the module that holds it. A repeated
 container is a ModuleList or a ModuleDict with numbers for keys, or a Sequential of equal classes, whose elements are
 themselves made of modules: a list of Linears is not one, so hooks never land on each Linear of a block.
+
+The outermost, because all ranks must enter the same boundaries: the experts of a layer are a repeated container too,
+and a rank may route no token to one of them (docs/decisions/0005).
 """
 
 from __future__ import annotations
@@ -36,9 +39,14 @@ def find_boundaries(model: nn.Module, predicate: BoundaryPredicate | None) -> se
         if predicate is not None:
             if predicate(module):
                 found.add(canonical(name))
-        elif is_repeated_container(module):
+        elif is_repeated_container(module) and not _lies_within(canonical(name), found):
             found.update(canonical(f"{name}.{child}".lstrip(".")) for child, _ in module.named_children())
     return found
+
+
+def _lies_within(name: str, boundaries: set[str]) -> bool:
+    """Whether the module is a boundary or a part of one."""
+    return _innermost(f"{name}.parameter", boundaries, strict=True) is not None
 
 
 def boundary_of(places: Iterable[str], boundaries: set[str], *, strict: bool) -> str | None:

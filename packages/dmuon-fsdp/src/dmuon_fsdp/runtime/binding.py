@@ -180,8 +180,7 @@ class Registration:
         module = self.module_at(boundary)
         group = Group(boundary, members, traffic, lambda: self._policy(boundary, dedication))
         if is_headless(module):
-            children = [child for child in module.children() if any(True for _ in child.parameters())]
-            self.state.attach(group, children, module)
+            self.state.attach(group, list(_called_children(module)), module)
         else:
             self.state.attach(group, [module], None)
 
@@ -317,6 +316,15 @@ def warn_about_imbalance(plan: Assignment) -> None:
 def is_headless(module: nn.Module) -> bool:
     """A container without a forward: no hook of its own ever fires."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def _called_children(container: nn.Module) -> Iterator[nn.Module]:
+    """What is called in place of a container without a forward, where it has parameters."""
+    for child in container.children():
+        if is_headless(child):
+            yield from _called_children(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -83,14 +83,19 @@ def is_projection(name: str, parameter: nn.Parameter) -> bool:
     return "blocks." in name and parameter.ndim == 2
 
 
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def world_mesh(replicas: int = 1) -> DeviceMesh:
+    """All ranks in a row, or for HSDP as (replicas, shards)."""
+    world_size = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh("cpu", (world_size,))
+    return init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def wrap(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
+    replicas: int = 1,
     predicate: Callable[[str, nn.Parameter], bool] = is_projection,
     checkpoint: str = "none",
     outside: bool = False,
@@ -100,12 +105,17 @@ def wrap(
     """Dedicate, then shard every block, then the model.
 
     Args:
+        replicas: more than one for HSDP.
         checkpoint: "none", "reentrant" or "non-reentrant", around every block.
         outside: the checkpoint goes around what ``fully_shard`` was given, rather than the other way round.
         dedicate, shard: further options of ``dedicate_params`` and ``fully_shard``.
     """
-    mesh = mesh or world_mesh()
-    dmuon.dedicate_params(model, mesh, predicate, **(dedicate or {}))
+    mesh = mesh or world_mesh(replicas)
+    if mesh.ndim == 1:
+        dmuon.dedicate_params(model, mesh, predicate, **(dedicate or {}))
+    else:
+        replicate, row = mesh["replicate"], mesh["shard"]
+        dmuon.dedicate_params(model, row, predicate, replicate_mesh=replicate, **(dedicate or {}))
     if not outside:
         _checkpoint_blocks(model, checkpoint)
     for block in model.blocks:

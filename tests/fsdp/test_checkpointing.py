@@ -36,8 +36,8 @@ CELLS = [
 ]
 
 
-def check_cell(*, forwards, checkpoint, outside, reshard, prefetch):
-    twins = Twins(checkpoint=checkpoint, outside=outside, reshard_after_forward=reshard)
+def check_cell(*, forwards, checkpoint, outside, reshard, prefetch, **mesh):
+    twins = Twins(checkpoint=checkpoint, outside=outside, reshard_after_forward=reshard, **mesh)
     if not prefetch:
         for conductor in twins.registration.state.conductors:
             conductor.forward_prefetch = conductor.backward_prefetch = ()
@@ -80,8 +80,8 @@ class TwiceBlock(Toy):
         return self.lm_head(self.norm(x_BTD))
 
 
-def check_used_twice(*, model, checkpoint, reshard, forwards):
-    twins = Twins(model, checkpoint=checkpoint, reshard_after_forward=reshard)
+def check_used_twice(*, model, checkpoint, reshard, forwards, **mesh):
+    twins = Twins(model, checkpoint=checkpoint, reshard_after_forward=reshard, **mesh)
     twins.backward(LOSSES[forwards])
     twins.check_gradients()
     twins.check_at_rest()
@@ -166,8 +166,8 @@ class Containers(nn.Module):
         return self.head(x_BTD)
 
 
-def check_containers(*, reentrant, forwards, reshard):
-    twins = Twins(Containers, reshard_after_forward=reshard)
+def check_containers(*, reentrant, forwards, reshard, **mesh):
+    twins = Twins(Containers, reshard_after_forward=reshard, **mesh)
 
     def loss(model, rank):
         inputs = (torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(rank + i)) for i in range(forwards))

@@ -77,8 +77,8 @@ class PackingToy(Toy):
         return self.lm_head(self.norm(x_BTD))
 
 
-def check_packing(*, packing, reshard):
-    twins = Twins(functools.partial(PackingToy, packing), reshard_after_forward=reshard)
+def check_packing(*, packing, reshard, **mesh):
+    twins = Twins(functools.partial(PackingToy, packing), reshard_after_forward=reshard, **mesh)
     check_one_backward(twins)
 
 
@@ -145,13 +145,15 @@ class DetachedOutput(Toy):
         return self.lm_head(self.norm(x_BTD + self.blocks[1](x_BTD).detach()))
 
 
-def check_model(*, model, reshard):
-    check_one_backward(Twins(model, reshard_after_forward=reshard))
+def check_model(*, model, reshard, **mesh):
+    check_one_backward(Twins(model, reshard_after_forward=reshard, **mesh))
+
+
+UNUSUAL_INPUTS = (OneHot, Keywords, DetachedPath, DetachedOutput)
 
 
 def run_inputs():
-    models = (OneHot, Keywords, DetachedPath, DetachedOutput)
-    on_all_cells(({"model": m, "reshard": r} for m in models for r in (True, False)), check_model)
+    on_all_cells(({"model": m, "reshard": r} for m in UNUSUAL_INPUTS for r in (True, False)), check_model)
 
 
 def test_inputs_without_gradient(ranks):
@@ -193,8 +195,8 @@ def mix_loss(model, rank):
     return model.mix(continuous(rank)).square().mean()
 
 
-def check_method(*, loss, root_method, block_method, forward_first):
-    twins = Twins(functools.partial(Encoder, MixingBlock))
+def check_method(*, loss, root_method, block_method, forward_first, **options):
+    twins = Twins(functools.partial(Encoder, MixingBlock), **options)
     if forward_first:
         twins.backward()
     if root_method is not None:
@@ -208,14 +210,16 @@ def check_method(*, loss, root_method, block_method, forward_first):
         twins.check_at_rest()
 
 
+METHODS = [
+    {"loss": encode_loss, "root_method": None, "block_method": None, "forward_first": True},
+    {"loss": encode_loss, "root_method": "encode", "block_method": None, "forward_first": False},
+    {"loss": mix_loss, "root_method": None, "block_method": "mix", "forward_first": True},
+    {"loss": mix_loss, "root_method": "mix", "block_method": "mix", "forward_first": False},
+]
+
+
 def run_methods():
-    cells = [
-        {"loss": encode_loss, "root_method": None, "block_method": None, "forward_first": True},
-        {"loss": encode_loss, "root_method": "encode", "block_method": None, "forward_first": False},
-        {"loss": mix_loss, "root_method": None, "block_method": "mix", "forward_first": True},
-        {"loss": mix_loss, "root_method": "mix", "block_method": "mix", "forward_first": False},
-    ]
-    on_all_cells(cells, check_method)
+    on_all_cells(METHODS, check_method)
 
 
 def test_methods_other_than_forward(ranks):
@@ -235,8 +239,8 @@ def generate(model, rank, count, forwards=0):
     return sequence
 
 
-def run_generation(counts, forwards=0):
-    twins = Twins()
+def run_generation(counts, forwards=0, **options):
+    twins = Twins(**options)
     got = generate(twins.model, twins.rank, counts[twins.rank], forwards)
     assert torch.equal(got, generate(twins.reference, twins.rank, counts[twins.rank]))
     twins.check_at_rest()
@@ -275,8 +279,8 @@ def test_weights_read_directly(ranks):
     ranks(2, run_weights_read_directly)
 
 
-def run_evaluation_between(evaluate):
-    twins = Twins()
+def run_evaluation_between(evaluate, **options):
+    twins = Twins(**options)
     twins.optimizers()
     for _ in range(2):
         twins.train(1)

@@ -43,8 +43,8 @@ def micro_batch(model, rank, index):
     return next_token_loss(model, rank, index, use=EXPERTS_USED[index])
 
 
-def check_accumulation(*, how, reshard, checkpoint):
-    twins = Twins(Experts, reshard_after_forward=reshard, checkpoint=checkpoint)
+def check_accumulation(*, how, reshard, checkpoint, **mesh):
+    twins = Twins(Experts, reshard_after_forward=reshard, checkpoint=checkpoint, **mesh)
     twins.optimizers()
     for _ in range(2):
         twins.zero_grad()
@@ -73,8 +73,8 @@ def test_accumulation_without_sync(ranks):
     ranks(2, run_accumulation)
 
 
-def run_accumulation_with_sync():
-    twins = Twins(Experts)
+def run_accumulation_with_sync(**options):
+    twins = Twins(Experts, **options)
     twins.optimizers()
     for index in range(4):
         twins.backward(lambda model, rank, index=index: micro_batch(model, rank, index))
@@ -145,9 +145,9 @@ def test_mixed_precision(ranks):
     ranks(2, run_in_bf16)
 
 
-def run_resident_between_micro_batches():
+def run_resident_between_micro_batches(**options):
     """``set_reshard_after_backward(False)``: weights are broadcast once for all micro-batches of a step."""
-    twins = Twins(reshard_after_forward=False)
+    twins = Twins(reshard_after_forward=False, **options)
     twins.optimizers()
     for _ in range(2):
         before = twins.traffic()[0]
@@ -174,8 +174,8 @@ def two_losses(model, rank):
     return logits.square().mean(), logits.exp().mean()
 
 
-def check_two_backwards(*, losses, reshard, checkpoint):
-    twins = Twins(reshard_after_forward=reshard, checkpoint=checkpoint)
+def check_two_backwards(*, losses, reshard, checkpoint, **mesh):
+    twins = Twins(reshard_after_forward=reshard, checkpoint=checkpoint, **mesh)
     for _ in range(2):
         for model in (twins.model, twins.reference):
             model.zero_grad()
@@ -280,8 +280,9 @@ class Fragile(Block):
         return Tripwire.apply(out_BTD) if self.fails_in == "backward" else out_BTD
 
 
-def check_failure(*, where, block, checkpoint, reshard):
-    twins = Twins(functools.partial(Toy, Fragile), checkpoint=checkpoint, reshard_after_forward=reshard)
+def check_failure(*, where, block, checkpoint, reshard, **mesh):
+    make = functools.partial(Toy, Fragile)
+    twins = Twins(make, checkpoint=checkpoint, reshard_after_forward=reshard, **mesh)
     twins.optimizers()
     twins.train(1)
     twins.zero_grad()

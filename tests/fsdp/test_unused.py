@@ -49,8 +49,8 @@ def experts_of(twins):
     return [block.expert.weight for block in twins.model.blocks]
 
 
-def check_expert(*, users, set_to_none, steps=5):
-    twins = Twins(Experts)
+def check_expert(*, users, set_to_none, steps=5, **options):
+    twins = Twins(Experts, **options)
     twins.optimizers(weight_decay=0.1)
     owners = [weight.owner for weight in experts_of(twins)]
     before = [weight.full_tensor() for weight in experts_of(twins)]
@@ -109,12 +109,12 @@ class RoutedBlock(Block):
 
 
 def routed_loss(model, rank, step):
-    """Rank 0 never uses expert 2, rank 1 never expert 0, nobody expert 3, and the order of experts differs."""
-    return next_token_loss(model, rank, step, routes=[(0, 1), (2, 1)][rank][:: 1 if step % 2 else -1])
+    """Even ranks never use expert 2, odd ones never expert 0, nobody expert 3; their order differs between steps."""
+    return next_token_loss(model, rank, step, routes=[(0, 1), (2, 1)][rank % 2][:: 1 if step % 2 else -1])
 
 
-def check_routed(*, reshard):
-    twins = Twins(functools.partial(Toy, RoutedBlock), reshard_after_forward=reshard)
+def check_routed(*, reshard, **mesh):
+    twins = Twins(functools.partial(Toy, RoutedBlock), reshard_after_forward=reshard, **mesh)
     assert {spec.boundary for spec in twins.registration.specs} == {"blocks.0", "blocks.1"}
     twins.optimizers(weight_decay=0.1)
     nobodys = [parameter for name, parameter in twins.model.named_parameters() if "experts.3" in name]
@@ -199,8 +199,8 @@ class LayerDrop(Toy):
 SKIPS = [(), (1,), (0, 3), (2, 3), (0, 1, 2, 3), ()]
 
 
-def check_layer_drop(*, reshard, checkpoint):
-    twins = Twins(LayerDrop, reshard_after_forward=reshard, checkpoint=checkpoint)
+def check_layer_drop(*, reshard, checkpoint, **mesh):
+    twins = Twins(LayerDrop, reshard_after_forward=reshard, checkpoint=checkpoint, **mesh)
     twins.optimizers(weight_decay=0.1)
     for step, skip in enumerate(SKIPS):
         twins.zero_grad()
@@ -247,12 +247,12 @@ def test_a_rank_that_owns_nothing_trains_along(ranks):
     assert all(groups == got[0][1] for _, groups in got)
 
 
-def run_after_junk():
+def run_after_junk(**options):
     """Addresses, and with them the order of sets, differ between the ranks."""
     rank = torch.distributed.get_rank()
     junk = [torch.empty(1000 * (rank + 1) + i) for i in range(50 * (rank + 1))]
     del junk[:: rank + 2]
-    twins = Twins(Experts)
+    twins = Twins(Experts, **options)
     twins.optimizers()
     twins.train(2, lambda model, rank, step: next_token_loss(model, rank, step, use=(rank == 0, rank == 1)))
     twins.check_weights()

@@ -301,7 +301,7 @@ def test_evaluation_between_steps_changes_nothing(ranks):
 
 
 COLLECTIVES = [
-    *("broadcast", "reduce", "all_reduce", "all_gather", "all_gather_object", "all_to_all", "barrier"),
+    *("all_reduce", "all_gather", "all_gather_object", "all_to_all", "barrier"),
     *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
 ]
 
@@ -309,9 +309,12 @@ COLLECTIVES = [
 def count_collectives(patch):
     """Names of torch's collectives as they are called from now on."""
     log = []
-    for name in (name for name in COLLECTIVES if name in vars(dist)):  # newer torch has more names
-        original = getattr(dist, name)
-        patch.setattr(dist, name, lambda *a, _f=original, _n=name, **k: (log.append(_n), _f(*a, **k))[1])
+    places = [(dist, name) for name in COLLECTIVES if name in vars(dist)]  # newer torch has more names
+    # What dist.broadcast and dist.reduce call too.
+    places += [(dist.ProcessGroup, name) for name in ("broadcast", "reduce")]
+    for place, name in places:
+        original = getattr(place, name)
+        patch.setattr(place, name, lambda *a, _f=original, _n=name, **k: (log.append(_n), _f(*a, **k))[1])
     return log
 
 

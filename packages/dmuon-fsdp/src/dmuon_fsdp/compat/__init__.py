@@ -12,11 +12,12 @@ from dmuon_fsdp.compat.autograd import (
     in_backward,
     is_alone,
     norms_of,
+    profiled,
     put_parameter,
     run_post_accumulate_hooks,
     scale_all,
 )
-from dmuon_fsdp.compat.collectives import coalescing, default_store, group_timeout
+from dmuon_fsdp.compat.collectives import broadcast, coalescing, default_store, group_timeout, reduce
 from dmuon_fsdp.compat.dtensor import (
     SeatedShard,
     build_dtensor,
@@ -51,6 +52,7 @@ __all__ = [
     "SeamHandler",
     "SeatedShard",
     "at_end_of_backward",
+    "broadcast",
     "build_dtensor",
     "build_like",
     "coalescing",
@@ -70,7 +72,9 @@ __all__ = [
     "norms_of",
     "param_groups",
     "plain_dtensor",
+    "profiled",
     "put_parameter",
+    "reduce",
     "reset_iteration",
     "run_post_accumulate_hooks",
     "scale_all",

@@ -5,16 +5,21 @@
 - `_post_accumulate_grad_hooks`: autograd runs them only where it accumulates by itself.
 - `_foreach_copy_`, `_foreach_div_`, `_foreach_mul_`, `_foreach_norm`: one launch for all tensors of a group has no
   public spelling.
+- `_profiler_enabled`: a range costs an operator call each way, also where nobody records a profile.
 - `_parameters`: registering through `setattr` walks every hook and base class, and views stand in a module's place for
   its parameters twice in every step.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 
 def in_backward() -> bool:
@@ -25,6 +30,15 @@ def in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range of that name in a profile, where one is being recorded."""
+    recording = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(name) if recording else _NOTHING
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -20,6 +20,12 @@ from dmuon_fsdp.runtime.parameter import DedicatedParam
 _ALIGNMENT = 256  # bytes: where kernels and NCCL like a matrix to begin
 
 
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """Elements up to where the next matrix may begin."""
+    step = max(_ALIGNMENT // dtype.itemsize, 1)
+    return -(-numel // step) * step
+
+
 @dataclass(frozen=True)
 class Slot:
     """A parameter's part of a bucket, in elements."""
@@ -28,7 +34,13 @@ class Slot:
     start: int
 
     def view(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + self.member.shape.numel()].view(self.member.shape)
+        return self.shaped(flat[self.start :])
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """The parameter in a piece of a bucket that begins with it."""
+        shape = self.member.shape
+        numel = shape.numel()
+        return (piece if piece.numel() == numel else piece[:numel]).view(shape)
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,10 @@ class Layout:
 
     @classmethod
     def of(cls, owner: Owner, members: Sequence[DedicatedParam], dtype: torch.dtype) -> Layout:
-        step = max(_ALIGNMENT // dtype.itemsize, 1)
         slots, end = [], 0
         for member in members:
             slots.append(Slot(member, end))
-            end += -(-member.shape.numel() // step) * step
+            end += aligned(member.shape.numel(), dtype)
         return cls(owner, tuple(slots), end)
 
 

@@ -9,22 +9,20 @@ buckets, the modules still hold the at-rest Parameters. READY: the modules hold 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Work
-from torch.profiler import record_function
 
 from dmuon_fsdp.comm.collectives import broadcast_from_owners, reduce_to_owners
 from dmuon_fsdp.comm.streams import Ticket
-from dmuon_fsdp.compat import copy_all, is_alone, run_post_accumulate_hooks
-from dmuon_fsdp.runtime.buckets import Buckets, Layout, layouts_of
+from dmuon_fsdp.compat import copy_all, is_alone, profiled, run_post_accumulate_hooks
+from dmuon_fsdp.runtime.buckets import Buckets
 from dmuon_fsdp.runtime.parameter import DedicatedParam
-from dmuon_fsdp.runtime.reduction import Outgoing
+from dmuon_fsdp.runtime.reduction import Outgoing, Packing
 
 if TYPE_CHECKING:
     from dmuon_fsdp.runtime.traffic import Traffic
@@ -86,10 +84,11 @@ class Group:
         self.divisor: float | None = None
         self.reshard_after_forward: bool | None = None
         self.state = GroupState.RESTING
+        self._gather_range, self._reduce_range = f"dmuon::gather {name}", f"dmuon::reduce {name}"
         self._find_policy = policy
         self._policy: Policy | None = None
         self._buckets: Buckets | None = None
-        self._reduced: tuple[tuple[DedicatedParam, ...], torch.dtype, tuple[Layout, ...]] | None = None
+        self._reduced: tuple[tuple[DedicatedParam, ...], Packing] | None = None
         self._gathering = Ticket()
         self._publishing = Ticket()
         self._published: tuple[int, int] | None = None
@@ -123,27 +122,26 @@ class Group:
         assert state in _NEXT[self.state], f"{self.name}: {self.state} → {state}"
         self.state = state
 
-    @contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _naming(self, what: str) -> _Naming:
         """Say in a collective's error whose it was."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.traffic.rank}, {what} of {self.name!r}: {error}; every rank must enter the same hook "
-                f"boundaries in the same order, in forward and in backward, and one seems to have skipped this"
-            ) from error
+        return _Naming(self, what)
 
     # --- weights
 
-    def gather(self) -> None:
-        """Start the broadcast; nothing to do where it runs or is done."""
+    def gather(self, *, again: bool = False) -> None:
+        """Start the broadcast; nothing to do where it runs or is done.
+
+        Args:
+            again: for the backward of a forward that gathered: the weights are those that it computed with.
+        """
         if self.state is not GroupState.RESTING:
             return
         traffic = self.traffic
-        with record_function(f"dmuon::gather {self.name}"):
-            buckets = self._current_buckets()
-            self._bring_up_to_date(buckets)
+        with profiled(self._gather_range):
+            buckets = self._buckets if again else None
+            if buckets is None:
+                buckets = self._current_buckets()
+                self._bring_up_to_date(buckets)
             lane = traffic.gather_lane
             with lane.running(), self._naming("the weights"):
                 self._publishing.settle()
@@ -195,7 +193,7 @@ class Group:
             return
         lane = traffic.replicate_lane
         lane.follow_current()
-        with record_function(f"dmuon::publish {self.name}"), lane.running(), self._naming("the published weights"):
+        with profiled(f"dmuon::publish {self.name}"), lane.running(), self._naming("the published weights"):
             works = broadcast_from_owners(buckets.to_publish, traffic.ranks.replicate)
             self._publishing = Ticket(lane.event(), works)
         traffic.publishes += 1
@@ -205,9 +203,9 @@ class Group:
         with self._naming("the published weights"), self.traffic.waiting("wait for publish"):
             self._publishing.settle()
 
-    def make_ready(self) -> None:
-        """Whole weights in the modules, valid for what comes next on the current stream."""
-        self.gather()
+    def make_ready(self, *, again: bool = False) -> None:
+        """Whole weights in the modules, valid for what comes next on the current stream; ``again`` as in gather."""
+        self.gather(again=again)
         if self.state is GroupState.GATHERING:
             with self._naming("the weights"), self.traffic.waiting("wait for gather"):
                 self._gathering.settle()
@@ -304,13 +302,13 @@ class Group:
     def _reduce(self, trained: tuple[DedicatedParam, ...], grads: dict[DedicatedParam, Tensor]) -> None:
         traffic, ranks = self.traffic, self.traffic.ranks
         dtype = self.policy.reduce_dtype or self.compute_dtype
-        layouts = self._layouts_to_reduce(trained, dtype)
+        packing = self._packing(trained, dtype)
         averages = traffic.averages and self.divisor is None
         op = traffic.reduce_op(averages=averages)
-        with record_function(f"dmuon::reduce {self.name}"), torch.no_grad():
+        with profiled(self._reduce_range), torch.no_grad():
             # Two in flight bound the memory: the oldest goes before new buffers are made.
             traffic.settle_reductions(leave=1)
-            outgoing = Outgoing.of(layouts, grads, dtype, traffic.device, cast=dtype != self.compute_dtype)
+            outgoing = Outgoing.of(packing, grads, cast=dtype != self.compute_dtype)
             lane = traffic.reduce_lane
             lane.follow_current()
             with lane.running(), self._naming("the gradients"):
@@ -356,17 +354,38 @@ class Group:
             self.traffic.reducing.append(Ticket(lane.event(), pinned=outgoing.buffers))
         self._unreduced = True
 
-    def _layouts_to_reduce(self, trained: tuple[DedicatedParam, ...], dtype: torch.dtype) -> tuple[Layout, ...]:
-        """Made anew only where something was frozen or thawed."""
-        if self._reduced is None or self._reduced[:2] != (trained, dtype):
-            self._reduced = (trained, dtype, layouts_of(trained, dtype))
-        return self._reduced[2]
+    def _packing(self, trained: tuple[DedicatedParam, ...], dtype: torch.dtype) -> Packing:
+        """Made anew only where something was frozen or thawed, or the dtype changed."""
+        if self._reduced is None or self._reduced[0] != trained or self._reduced[1].dtype != dtype:
+            self._reduced = trained, Packing(trained, dtype, self.traffic.device)
+        return self._reduced[1]
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         self.take_gradients()
         self._partial = {}
         self._unreduced = False
+
+
+class _Naming:
+    """A context for a group's collective; a class, for a generator costs several times as much."""
+
+    __slots__ = ("group", "what")
+
+    def __init__(self, group: Group, what: str) -> None:
+        self.group = group
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"rank {self.group.traffic.rank}, {self.what} of {self.group.name!r}: {error}; every rank must enter "
+                f"the same hook boundaries in the same order, in forward and in backward, and one seems to have "
+                f"skipped this"
+            ) from error
 
 
 def _wait(works: tuple[Work, ...]) -> None:

@@ -93,7 +93,7 @@ class Conductor:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._recomputing:
-            self._make_ready()
+            self._make_ready(again=True)
             return args, kwargs
         if module not in self._to_run or self._running:
             self.complete_forward()
@@ -175,7 +175,7 @@ class Conductor:
         self.backward_passes += 1
         self.state.expect_end_of_backward()
         if self.group.unshard_in_backward:
-            self._make_ready()
+            self._make_ready(again=True)
         self.state.prefetch_backward(current)
 
     def post_backward(self, current: Pass) -> None:
@@ -208,8 +208,8 @@ class Conductor:
 
     # --- weights
 
-    def _make_ready(self) -> None:
-        self.group.make_ready()
+    def _make_ready(self, *, again: bool = False) -> None:
+        self.group.make_ready(again=again)
         if isinstance(self.container, FSDPModule):
             self.container.unshard()
 
@@ -338,16 +338,16 @@ class ModelState:
         """Start the group whose forward came before, which is the next in backward."""
         if current.group.backward_prefetch is not None:
             for target in current.group.backward_prefetch:
-                target.group.gather()
+                target.group.gather(again=True)
         elif 0 < current.position < len(self._order):
-            self._prefetch(self._order[current.position - 1])
+            self._prefetch(self._order[current.position - 1], again=True)
 
-    def _prefetch(self, conductor: Conductor) -> None:
+    def _prefetch(self, conductor: Conductor, *, again: bool = False) -> None:
         earlier = self._prefetched
         if earlier is not None and earlier is not conductor and earlier.group.state is GroupState.GATHERING:
             return  # one at a time bounds the memory in flight
         self._prefetched = conductor
-        conductor.group.gather()
+        conductor.group.gather(again=again)
 
     # --- end of backward
 
@@ -412,6 +412,8 @@ class _PostBackward(torch.autograd.Function):
 
 
 def _watch_inputs(current: Pass, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if not kwargs and all(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return (_PostBackward.apply(current, *args), kwargs) if args else (args, kwargs)  # type: ignore[no-untyped-call]
     leaves, tree = tree_flatten((args, kwargs))
     watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not watched:

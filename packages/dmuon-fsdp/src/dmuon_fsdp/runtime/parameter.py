@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -50,7 +51,7 @@ class DedicatedParam:
     def fqn(self) -> str:
         return self.spec.fqn
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         return torch.Size(self.spec.shape)
 
@@ -70,8 +71,9 @@ class DedicatedParam:
     def owned(self) -> OwnedTensor:
         return cast(OwnedTensor, self.param)
 
-    @property
+    @cached_property
     def is_owner(self) -> bool:
+        """Whatever replaces the Parameter has its home."""
         return self.owned.is_owner
 
     def show(self, parameter: nn.Parameter) -> None:

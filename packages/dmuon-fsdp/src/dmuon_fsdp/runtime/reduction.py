@@ -10,12 +10,47 @@ from torch import Tensor
 
 from dmuon_fsdp.compat import copy_all, divide_all, is_alone
 from dmuon_fsdp.planning.plan import Owner
-from dmuon_fsdp.runtime.buckets import Layout
+from dmuon_fsdp.runtime.buckets import aligned, layouts_of
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
 DIRECT_FROM = 1 << 20
 """Gradients of at least so many bytes on average go out as autograd left them: the collective reads them where they
 are, which spares a pass over memory. Smaller ones share a buffer, since a collective has a price of its own."""
+
+
+class Packing:
+    """How the gradients of a group lie in one buffer: for each owner its parameters, then one element for each of them.
+
+    Args:
+        members: what is reduced, with or without a gradient on this rank.
+        dtype: of the reduction.
+    """
+
+    def __init__(self, members: Sequence[DedicatedParam], dtype: torch.dtype, device: torch.device) -> None:
+        self.layouts = layouts_of(members, dtype)
+        self.dtype = dtype
+        self.device = device
+        self.counts = [len(layout.slots) for layout in self.layouts]
+        self.parts: list[int] = []
+        self.pieces: list[int] = []
+        for layout in self.layouts:
+            ends = [slot.start for slot in layout.slots[1:]] + [layout.numel]
+            spans = [end - slot.start for slot, end in zip(layout.slots, ends, strict=True)]
+            presence = aligned(len(spans), dtype)
+            self.parts.append(sum(spans) + presence)
+            self.pieces += [*spans, presence]
+        self._ones: dict[torch.dtype, list[Tensor]] = {}
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a collective of its own pays for each gradient."""
+        return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize >= sum(self.counts) * DIRECT_FROM
+
+    def ones(self, dtype: torch.dtype) -> list[Tensor]:
+        """What presence is filled with, of the gradients' dtype: one launch copies both."""
+        if dtype not in self._ones:
+            self._ones[dtype] = [torch.ones(count, dtype=dtype, device=self.device) for count in self.counts]
+        return self._ones[dtype]
 
 
 @dataclass(frozen=True)
@@ -34,39 +69,20 @@ class Outgoing:
     presence: dict[Owner, Tensor]
 
     @classmethod
-    def of(
-        cls,
-        layouts: Sequence[Layout],
-        grads: Mapping[DedicatedParam, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        cast: bool,
-    ) -> Outgoing:
+    def of(cls, packing: Packing, grads: Mapping[DedicatedParam, Tensor], *, cast: bool) -> Outgoing:
         """Ready ``grads`` for the collectives; a missing one is zero and marked absent.
 
         Args:
-            layouts: of all parameters that are reduced, with or without a gradient on this rank.
-            dtype: of the reduction.
-            cast: the gradients of this policy have another dtype, so that they must be copied anyway.
+            cast: the gradients of this policy have another dtype than the reduction, so that they must be copied.
         """
-        count = sum(len(layout.slots) for layout in layouts)
-        nbytes = sum(layout.numel for layout in layouts) * dtype.itemsize
-        if cast or nbytes < count * DIRECT_FROM:
-            return cls._packed(layouts, grads, dtype, device)
-        return cls._direct(layouts, grads, dtype, device)
+        return cls._direct(packing, grads) if packing.is_large and not cast else cls._packed(packing, grads)
 
     @classmethod
-    def _direct(
-        cls,
-        layouts: Sequence[Layout],
-        grads: Mapping[DedicatedParam, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Outgoing:
+    def _direct(cls, packing: Packing, grads: Mapping[DedicatedParam, Tensor]) -> Outgoing:
         made = cls([], {}, {})
-        for layout in layouts:
-            presence = torch.ones(len(layout.slots), device=device)
+        dtype, device = packing.dtype, packing.device
+        presences = torch.ones(sum(packing.counts), device=device).split_with_sizes(packing.counts)
+        for layout, presence in zip(packing.layouts, presences, strict=True):
             for index, slot in enumerate(layout.slots):
                 grad = grads.get(slot.member)
                 if grad is None:
@@ -81,31 +97,26 @@ class Outgoing:
         return made
 
     @classmethod
-    def _packed(
-        cls,
-        layouts: Sequence[Layout],
-        grads: Mapping[DedicatedParam, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Outgoing:
+    def _packed(cls, packing: Packing, grads: Mapping[DedicatedParam, Tensor]) -> Outgoing:
         made = cls([], {}, {})
-        views, sources = [], []
-        for layout in layouts:
-            flat = torch.empty(layout.numel + len(layout.slots), dtype=dtype, device=device)
-            presence = flat[layout.numel :].fill_(1)
+        flat = torch.empty(sum(packing.parts), dtype=packing.dtype, device=packing.device)
+        pieces = iter(flat.split_with_sizes(packing.pieces))
+        views, sources, absent = [], [], []
+        for layout, part in zip(packing.layouts, flat.split_with_sizes(packing.parts), strict=True):
+            made.parts.append((layout.owner, part))
             for index, slot in enumerate(layout.slots):
-                view = slot.view(flat)
-                grad = grads.get(slot.member)
-                if grad is not None:
+                view = made.reduced[slot.member] = slot.shaped(next(pieces))
+                if slot.member in grads:
                     views.append(view)
-                    sources.append(grad)
+                    sources.append(grads[slot.member])
                 else:
                     view.zero_()
-                    presence[index].zero_()
-                made.reduced[slot.member] = view
-            made.presence[layout.owner] = presence
-            made.parts.append((layout.owner, flat))
-        copy_all(views, sources)
+                    absent.append((layout.owner, index))
+            made.presence[layout.owner] = next(pieces)[: len(layout.slots)]
+        ones = packing.ones(sources[0].dtype if sources else packing.dtype)
+        copy_all([*views, *made.presence.values()], [*sources, *ones])
+        for owner, index in absent:
+            made.presence[owner][index].zero_()
         return made
 
     @property

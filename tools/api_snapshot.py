@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -52,7 +53,7 @@ def _members(cls: type) -> Iterator[str]:
     fields = {item.name for item in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for name in sorted(names - fields):
         value = inspect.getattr_static(cls, name)
-        if isinstance(value, property):
+        if isinstance(value, (property, functools.cached_property)):
             yield f"{name} property"
         elif isinstance(value, (staticmethod, classmethod)):
             yield f"{name} {type(value).__name__} {_signature(value.__func__)}"

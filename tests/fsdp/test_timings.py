@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from fsdp.models import Twins, next_token_loss
+import dmuon
+from fsdp.models import Toy, Twins, next_token_loss, wrap
 
 
 class Late:
@@ -49,3 +50,19 @@ def test_a_wait_for_weights_is_exposed(ranks):
         assert 60 <= slow[rank]["wait for gather"] <= 1000
         assert quick[rank]["wait for gather"] < slow[rank]["wait for gather"] / 2
         assert all(value >= 0 for value in slow[rank].values())
+
+
+def timings_of_nothing_dedicated() -> set[str]:
+    with pytest.warns(UserWarning, match="nothing is dedicated"):
+        model = wrap(Toy(), predicate=lambda name, parameter: False)
+    optimizer = dmuon.Muon(model)
+    optimizer.record_timings()
+    next_token_loss(model, 0).backward()
+    optimizer.step()
+    return set(optimizer.last_step_timings())
+
+
+def test_a_model_without_dedicated_parameters_has_timings_too(ranks):
+    """Without groups there was nowhere to record, and reading the timings asked for what had been done."""
+    (names,) = ranks(1, timings_of_nothing_dedicated)
+    assert "adamw" in names

@@ -188,9 +188,13 @@ class Muon(Optimizer):
         return loss
 
     def record_timings(self, enabled: bool = True) -> None:
-        """From now on record what :meth:`last_step_timings` returns: two events a span, no synchronization."""
+        """From now on record what :meth:`last_step_timings` returns: two events a span, no synchronization.
+
+        What is recorded is kept until the next step: turn it off for a long evaluation.
+        """
         traffics = [traffic for registration in self._registrations for traffic in registration.state.traffics]
-        self._timings = Timings(traffics[0].device) if enabled and traffics else None
+        device = traffics[0].device if traffics else torch.device("cpu")
+        self._timings = Timings(device) if enabled else None
         for traffic in traffics:
             traffic.timings = self._timings
 

@@ -150,13 +150,18 @@ class Twins:
     def optimizers(self, *, weight_decay: float = 0.0, lr: float = 0.02) -> None:
         in_fp32 = dmuon.NewtonSchulz(dtype=torch.float32)
         self.optimizer = dmuon.Muon(self.model, lr=lr, weight_decay=weight_decay, ns_backend=in_fp32)
-        dedicated = {member.fqn for member in dmuon.dedicated_params(self.model)}
-        by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        self.reference_optimizer = ReferenceMuon(self.reference_groups(lr, weight_decay), ns_backend=in_fp32)
+
+    def reference_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """The single process's groups: by view what Muon steps, the rest together."""
+        views = {m.fqn: str(m.view) for m in dmuon.dedicated_params(self.model) if m.route == "muon"}
+        by_view: dict[str | None, list[nn.Parameter]] = {}
         for name, parameter in self.reference.named_parameters():
-            by_kind[name in dedicated].append(parameter)
-        muon = {"params": by_kind[True], "lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        adamw = {"params": by_kind[False], "algorithm": "adamw", "lr": 1e-3, "weight_decay": 0.01}
-        self.reference_optimizer = ReferenceMuon([muon, adamw], ns_backend=in_fp32)
+            by_view.setdefault(views.get(name), []).append(parameter)
+        adamw = {"params": by_view.pop(None, []), "algorithm": "adamw", "lr": 1e-3, "weight_decay": 0.01}
+        muon = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        groups = [{"params": parameters, "view": view, **muon} for view, parameters in by_view.items()]
+        return [*groups, adamw] if adamw["params"] else groups
 
     def backward(self, loss: Loss = next_token_loss) -> None:
         loss(self.model, self.rank).backward()

@@ -217,9 +217,9 @@ def model_changed_after_dedicating():
 
 
 def mixed_dtypes_without_a_compute_dtype():
-    model = Toy()
+    model = wrap(Toy())
     model.blocks[0].q.to(torch.bfloat16)
-    next_token_loss(wrap(model), dist.get_rank())
+    next_token_loss(model, dist.get_rank())
 
 
 def copied_after_dedicating():

@@ -119,6 +119,7 @@ def newton_schulz_seconds(
 
 
 _NORM_AND_CAST = 10.0  # bytes an element: fp32 read twice, half precision written
+_ADAMW = 28.0  # bytes an element: weight and both moments read and written, gradient read, in fp32
 _MOMENTUM_AND_APPLY = 20.0  # bytes an element: momentum and weight read and written, gradient read, in fp32
 
 
@@ -153,3 +154,8 @@ def muon_seconds(
         + _memory_seconds(count * m * n, _MOMENTUM_AND_APPLY, device)
         for (m, n), count in counts.items()
     )
+
+
+def adamw_seconds(elements: int, *, device: DeviceModel = H200) -> float:
+    """Predicted seconds of one AdamW step on so many elements, without its launches, which parameters share."""
+    return _memory_seconds(elements, _ADAMW, device)

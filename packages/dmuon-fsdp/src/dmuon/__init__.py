@@ -30,6 +30,7 @@ from dmuon_fsdp.api import (
 from dmuon_fsdp.optim.muon import Muon
 from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.plan import Owner, OwnershipPlan
+from dmuon_fsdp.planning.policy import ParamPolicy
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "NewtonSchulz",
     "Owner",
     "OwnershipPlan",
+    "ParamPolicy",
     "PlanningOptions",
     "__version__",
     "clip_grad_norm_",

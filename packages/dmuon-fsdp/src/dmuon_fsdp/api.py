@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from dmuon_fsdp.optim.muon import Muon
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.plan import OwnershipPlan
+from dmuon_fsdp.planning.policy import ParamPolicy, as_policies
 from dmuon_fsdp.planning.select import ParamPredicate, select_params
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Dedication, Registration
@@ -45,6 +46,7 @@ def dedicate_params(
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     hook_boundary_strict: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
+    param_policy: Sequence[ParamPolicy] | Mapping[str, Any] = (),
     process_group_policy: ProcessGroupPolicy = "isolated",
     planning: PlanningOptions | None = None,
     patch: bool = True,
@@ -64,7 +66,9 @@ def dedicate_params(
         hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None takes the elements of repeated
             containers.
         hook_boundary_strict: raise where a predicate of yours gives a parameter no boundary.
-        mp_policy: compute and reduce dtypes; None does as the covering ``fully_shard``.
+        mp_policy: compute, reduce and output dtypes; None does as the covering ``fully_shard``.
+        param_policy: routes, matrix views and dtypes by name, a list of :class:`ParamPolicy` of which a later one wins,
+            or a mapping with ``defaults`` and ``overrides``.
         process_group_policy: ``"isolated"`` makes a process group of our own, ``"shared"`` uses the mesh's.
         planning: how owners are chosen.
         patch: install the seam into ``fully_shard``. False: give it ``ignored_params=dmuon.ignored_params(model)``.
@@ -73,16 +77,18 @@ def dedicate_params(
         The plan: a mapping from names to owners, computed when it is first looked at.
 
     Raises:
-        ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated or is already, no hook boundary.
+        ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated or is already, no hook boundary, a
+            policy that matches nothing.
         RuntimeError: the seam does not fit this torch.
     """
     _check_types(model, predicate, reshard_after_forward, planning, mp_policy)
     _check_meshes(mesh, replicate_mesh)
     if process_group_policy not in get_args(ProcessGroupPolicy):
         raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
+    policies = as_policies(param_policy)
     known = registry.find(model)
     _refuse_another_root(known, model)
-    specs = select_params(model, predicate, hook_boundary_predicate, strict=hook_boundary_strict)
+    specs = select_params(model, predicate, hook_boundary_predicate, strict=hook_boundary_strict, policies=policies)
     _refuse_twice(known, [spec.fqn for spec in specs])
     if patch:
         install_patch()

@@ -49,7 +49,7 @@ class Gradients:
     def of_model(cls, registration: Registration, averages: Sequence[Average]) -> Gradients:
         """Of one model, whose buckets are the algorithms."""
         entries = entries_of([registration])
-        labelled = [(entry.parameter, ("muon" if entry.dedicated else "adamw",)) for entry in entries]
+        labelled = [(entry.parameter, (entry.algorithm,)) for entry in entries]
         return cls([registration], labelled, averages)
 
 

@@ -23,12 +23,14 @@ class Entry:
     Attributes:
         names: canonical names, more than one where it is shared.
         parameter: at rest.
+        algorithm: what steps it.
         dedicated: whether it has an owner.
         home: the model it belongs to.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
+    algorithm: str
     dedicated: bool
     home: Registration
 
@@ -36,12 +38,16 @@ class Entry:
 def entries_of(registrations: Sequence[Registration]) -> list[Entry]:
     """Every parameter once, in the order of the models."""
     found: dict[nn.Parameter, tuple[list[str], Registration]] = {}
-    dedicated = {member.param for registration in registrations for member in registration.params.values()}
+    dedicated = {member.param: member for registration in registrations for member in registration.params.values()}
     for registration in registrations:
         for name, _, _, parameter in named_places(registration.model):
             names, _ = found.setdefault(parameter, ([], registration))
             names.append(name)
-    return [Entry(tuple(names), parameter, parameter in dedicated, home) for parameter, (names, home) in found.items()]
+    routes = {parameter: member.route for parameter, member in dedicated.items()}
+    return [
+        Entry(tuple(names), parameter, routes.get(parameter, "adamw"), parameter in dedicated, home)
+        for parameter, (names, home) in found.items()
+    ]
 
 
 def build_groups(
@@ -134,8 +140,8 @@ def _split(
     entries: Sequence[Entry], prefix: str, muon: Mapping[str, Any], adamw: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     groups = []
-    for algorithm, options, dedicated in (("muon", muon, True), ("adamw", adamw, False)):
-        members = [(entry.names[0], entry.parameter) for entry in entries if entry.dedicated is dedicated]
+    for algorithm, options in (("muon", muon), ("adamw", adamw)):
+        members = [(entry.names[0], entry.parameter) for entry in entries if entry.algorithm == algorithm]
         if members:
             named = {"params": members, "group_name": f"{prefix}{algorithm}", "algorithm": algorithm}
             groups.append({**options, **named})

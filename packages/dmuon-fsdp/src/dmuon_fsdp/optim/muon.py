@@ -177,7 +177,7 @@ class Muon(Optimizer):
                     self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group)
             else:
                 with self._timed("adamw"):
-                    self._adamw_step([p for p in group["params"] if p.grad is not None], group)
+                    self._adamw_step([p for p in group["params"] if p.grad is not None], group, known)
         for registration in self._registrations:
             with self._timed("publish"):
                 registration.state.after_step()
@@ -251,8 +251,15 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.momentum_dtype)
         return cast(OwnedTensor, state["momentum_buffer"])
 
-    def _adamw_step(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        for batch in _by_device(parameters):
+    def _adamw_step(
+        self, parameters: Sequence[nn.Parameter], group: dict[str, Any], known: Mapping[nn.Parameter, DedicatedParam]
+    ) -> None:
+        presence = {p: known[p].presence for p in parameters if p in known and known[p].is_owner}
+        for parameter, present in presence.items():
+            if present is not None:
+                adamw_step([parameter], group, self.state, local=_local, fused=True, found_inf=1 - present)
+        unconditional = [p for p in parameters if presence.get(p) is None]
+        for batch in _by_device(unconditional):
             adamw_step(batch, group, self.state, local=_local, fused=_on_cuda(batch[0]) or None)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dmuon_core.cost import muon_seconds
+from dmuon_core.cost import adamw_seconds, muon_seconds
 from dmuon_core.views import MatrixView
 from dmuon_fsdp.planning.options import PlanningOptions
 
@@ -24,6 +24,7 @@ class Item:
         nbytes: bytes it occupies at its owner.
         group: its hook boundary.
         view: how it is read as matrices.
+        muon: whether its owner orthogonalizes it; else AdamW steps it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Item:
     nbytes: int
     group: str = ""
     view: MatrixView = field(default_factory=MatrixView.matrix)
+    muon: bool = True
 
 
 def plan_owners(
@@ -111,12 +113,18 @@ def _bytes(pack: Sequence[Item]) -> int:
 def _costs(items: Sequence[Item], ranks: int, options: PlanningOptions) -> dict[str, float]:
     if options.balance == "numel":
         return {item.name: float(_numel(item.shape)) for item in items}
-    matrices = {item.name: _matrices(item) for item in items}
-    counts = Counter(shape for shapes in matrices.values() for shape in shapes)
-    # A rank orthogonalizes its share of a shape as one batch: a matrix costs its part of that batch.
-    share = {shape: max(1, round(count / ranks)) for shape, count in counts.items()}
+    matrices = {item.name: _matrices(item) for item in items if item.muon}
+    counts: Counter[tuple[int, int]] = Counter()
+    share: Counter[tuple[int, int]] = Counter()
+    for shapes in matrices.values():
+        for shape, count in Counter(shapes).items():
+            counts[shape] += count
+            share[shape] = max(share[shape], count)
+    # A rank orthogonalizes its share of a shape as one batch, a whole stack at least: a matrix costs its part of that.
+    share = Counter({shape: max(share[shape], round(count / ranks)) for shape, count in counts.items()})
     each = {shape: muon_seconds([shape] * size) / size for shape, size in share.items()}
-    return {name: sum(each[shape] for shape in shapes) for name, shapes in matrices.items()}
+    elementwise = {item.name: adamw_seconds(_numel(item.shape)) for item in items if not item.muon}
+    return {**elementwise, **{name: sum(each[shape] for shape in shapes) for name, shapes in matrices.items()}}
 
 
 def _matrices(item: Item) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import torch
 from dmuon_core.views import MatrixView
 from dmuon_fsdp.planning.assign import Item, assign, loads
 from dmuon_fsdp.planning.options import PlanningOptions
+from dmuon_fsdp.planning.policy import Treatment
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +32,7 @@ class ParamSpec:
         shape: global shape.
         dtype: as it was at ``dedicate_params``.
         boundary: canonical name of its hook boundary.
-        view: how it is read as matrices.
+        treatment: its route, view and dtypes.
     """
 
     fqn: str
@@ -39,7 +40,12 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     boundary: str
-    view: MatrixView = field(default_factory=MatrixView.matrix)
+    treatment: Treatment = field(default_factory=Treatment)
+
+    @property
+    def view(self) -> MatrixView:
+        """How it is read as matrices."""
+        return self.treatment.view or MatrixView.matrix()
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +53,7 @@ class ParamSpec:
 
     @property
     def item(self) -> Item:
-        return Item(self.fqn, self.shape, self.nbytes, self.boundary, self.view)
+        return Item(self.fqn, self.shape, self.nbytes, self.boundary, self.view, self.treatment.route == "muon")
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Assignment:
     def lines(self) -> list[str]:
         """Equal on ranks that agree: what is dedicated, then who owns it, which follows from all of that."""
         chosen = [
-            f"{spec.fqn} {list(spec.shape)} {spec.dtype} boundary={spec.boundary!r} view={spec.view}"
+            f"{spec.fqn} {list(spec.shape)} {spec.dtype} boundary={spec.boundary!r} {spec.treatment}"
             for spec in self.specs
         ]
         owned = [f"{spec.fqn} owner={self.name_of(self.owners[spec.fqn])}" for spec in self.specs]

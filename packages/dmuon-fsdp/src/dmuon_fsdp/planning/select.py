@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from dmuon_core.views import MatrixView
 from dmuon_fsdp.planning.boundaries import BoundaryPredicate, boundary_of, find_boundaries
 from dmuon_fsdp.planning.names import named_places
 from dmuon_fsdp.planning.plan import ParamSpec
+from dmuon_fsdp.planning.policy import ParamPolicy, Treatment, treat
 
 ParamPredicate = Callable[[str, nn.Parameter], bool]
 
@@ -30,21 +30,33 @@ def select_params(
     boundary_predicate: BoundaryPredicate | None,
     *,
     strict: bool,
+    policies: Sequence[ParamPolicy] = (),
 ) -> tuple[ParamSpec, ...]:
     """The parameters that ``predicate`` chooses, in the order of the model, a shared one once.
 
+    Those whose route leaves them to ``fully_shard`` are not among them.
+
     Raises:
-        ValueError: a parameter that cannot be dedicated, or that has no boundary under a strict predicate; named.
+        ValueError: a parameter that cannot be dedicated or not be treated as its policies say, one that has no boundary
+            under a strict predicate, or a policy that matches nothing; named.
     """
     candidates = _ask(model, predicate)
     chosen = [candidate for candidate in candidates if any(candidate.chosen)]
     if not chosen:
         _warn_about_no_match(candidates)
-    for candidate in chosen:
+    treatments = treat(policies, [candidate.names for candidate in chosen])
+    for candidate, treatment in zip(chosen, treatments, strict=True):
         _refuse(candidate.names[0], candidate.parameter)
+        _refuse_treatment(candidate.names[0], candidate.parameter, treatment)
     boundaries = find_boundaries(model, boundary_predicate)
     strict = strict and boundary_predicate is not None
-    return tuple(_spec(candidate, boundaries, strict=strict) for candidate in chosen)
+    specs = tuple(
+        _spec(candidate, treatment, boundaries, strict=strict)
+        for candidate, treatment in zip(chosen, treatments, strict=True)
+        if treatment.route != "sharded_adamw"
+    )
+    _refuse_two_outputs(specs)
+    return specs
 
 
 def _ask(model: nn.Module, predicate: ParamPredicate) -> list[_Candidate]:
@@ -56,7 +68,7 @@ def _ask(model: nn.Module, predicate: ParamPredicate) -> list[_Candidate]:
     return list(by_id.values())
 
 
-def _spec(candidate: _Candidate, boundaries: set[str], *, strict: bool) -> ParamSpec:
+def _spec(candidate: _Candidate, treatment: Treatment, boundaries: set[str], *, strict: bool) -> ParamSpec:
     first, *rest = candidate.names
     boundary = boundary_of(candidate.names, boundaries, strict=strict)
     if boundary is None:
@@ -67,7 +79,7 @@ def _spec(candidate: _Candidate, boundaries: set[str], *, strict: bool) -> Param
             f"{above}; make it hold for one of them, or pass hook_boundary_strict=False to take {'.'.join(path)!r}"
         )
     parameter = candidate.parameter
-    return ParamSpec(first, tuple(rest), tuple(parameter.shape), parameter.dtype, boundary, MatrixView.matrix())
+    return ParamSpec(first, tuple(rest), tuple(parameter.shape), parameter.dtype, boundary, treatment)
 
 
 def _refuse(name: str, parameter: Tensor) -> None:
@@ -89,11 +101,44 @@ def _refuse(name: str, parameter: Tensor) -> None:
             f"{name!r} is {parameter.dtype}, {parameter.layout}; a dedicated parameter must be dense and real floating "
             f"point: leave it out of the predicate"
         )
-    if parameter.ndim != 2:
+    if parameter.ndim == 0:
+        raise ValueError(f"{name!r} has no dimensions, there is no row to own: leave it out of the predicate")
+
+
+def _refuse_treatment(name: str, parameter: Tensor, treatment: Treatment) -> None:
+    shape, route, view = tuple(parameter.shape), treatment.route, treatment.view
+    if route == "muon" and view is None and len(shape) != 2:
         raise ValueError(
-            f"{name!r} has shape {tuple(parameter.shape)}; Muon takes matrices, and only 2-D parameters can be "
-            f"dedicated: add `and param.ndim == 2` to the predicate"
+            f"{name!r} has shape {shape}; Muon takes matrices: add `and param.ndim == 2` to the predicate, or say with "
+            f"param_policy=[dmuon.ParamPolicy({name!r}, view=...)] how it is read as matrices ('batched' for a stack, "
+            f"'flattened' for a convolution), or give it route='adamw'"
         )
+    if route == "muon" and view is not None:
+        view.check(shape, repr(name))
+    elif view is not None:
+        raise ValueError(f"{name!r} has view={str(view)!r} and route={route!r}, which reads no matrices: drop one")
+    if route == "sharded_adamw" and treatment.dtypes_from is not None:
+        raise ValueError(
+            f"{name!r} is left to fully_shard by route='sharded_adamw', so the mp_policy of fully_shard decides its "
+            f"dtypes: drop those of the policy for {treatment.dtypes_from!r}"
+        )
+    master = treatment.master_dtype
+    if master is not None and torch.promote_types(master, parameter.dtype) != master:
+        raise ValueError(
+            f"{name!r} is {parameter.dtype} and cannot have a master in {master}, which holds less: take a wider one"
+        )
+
+
+def _refuse_two_outputs(specs: Sequence[ParamSpec]) -> None:
+    wanted: dict[str, ParamSpec] = {}
+    for spec in specs:
+        if spec.treatment.output_dtype is not None:
+            first = wanted.setdefault(spec.boundary, spec)
+            if first.treatment.output_dtype != spec.treatment.output_dtype:
+                raise ValueError(
+                    f"param_policy: {first.fqn!r} has output_dtype={first.treatment.output_dtype}, {spec.fqn!r} "
+                    f"{spec.treatment.output_dtype}; their boundary {spec.boundary!r} has one output: make them equal"
+                )
 
 
 def _warn_about_no_match(candidates: list[_Candidate]) -> None:

@@ -155,8 +155,11 @@ class Registration:
             self.state.attach_root(self.model)
         self.state.traffics.append(traffic)
         self._give_to_owners(dedication, plan, traffic.device)
-        for boundary, specs in plan.groups().items():
-            self._attach(boundary, [self.params[spec.fqn] for spec in specs], traffic, dedication)
+        for specs in plan.groups().values():
+            cast = len({spec.treatment.param_dtype for spec in specs}) == 1
+            for part in of_equal_dtypes(specs):
+                members = [self.params[spec.fqn] for spec in part]
+                self._attach(members, traffic, _Wanted.of(dedication, specs, part[0], cast=cast))
 
     def _give_to_owners(self, dedication: Dedication, plan: Assignment, device: torch.device) -> None:
         places: dict[str, list[Place]] = {}
@@ -174,11 +177,10 @@ class Registration:
             member.show(resting)
             self.params[spec.fqn] = member
 
-    def _attach(
-        self, boundary: str, members: Sequence[DedicatedParam], traffic: Traffic, dedication: Dedication
-    ) -> None:
+    def _attach(self, members: Sequence[DedicatedParam], traffic: Traffic, wanted: _Wanted) -> None:
+        boundary = members[0].spec.boundary
         module = self.module_at(boundary)
-        group = Group(boundary, members, traffic, lambda: self._policy(boundary, dedication))
+        group = Group(boundary, members, traffic, lambda: self._policy(boundary, wanted))
         if is_headless(module):
             self.state.attach(group, list(_called_children(module)), module)
         else:
@@ -203,10 +205,10 @@ class Registration:
             self._outer = weakref.ref(module), cover
         self._covering = None
         for dedication in self.dedications:
-            for boundary in dedication.assignment().groups():
+            for boundary, specs in dedication.assignment().groups().items():
                 found = self.covering(boundary)
                 if found is not None and found[0] is module:
-                    self._check_cover(boundary, dedication, cover)
+                    self._check_cover(boundary, specs, dedication, *found)
 
     def covering(self, boundary: str) -> tuple[nn.Module, Cover] | None:
         """The innermost ``fully_shard`` call around a boundary."""
@@ -228,23 +230,31 @@ class Registration:
             for boundary in boundaries
         }
 
-    def _policy(self, boundary: str, dedication: Dedication) -> Policy:
+    def _policy(self, boundary: str, wanted: _Wanted) -> Policy:
         found = self.covering(boundary)
-        mp_policy = dedication.mp_policy
-        reshard = dedication.reshard_after_forward
+        mp_policy = wanted.mp_policy or MixedPrecisionPolicy()
+        reshard = wanted.reshard_after_forward
         if found is not None:
             module, cover = found
-            mp_policy = mp_policy or cover.mp_policy
+            mp_policy = wanted.mp_policy or cover.mp_policy
             if reshard is None:
                 # FSDP2 keeps the weights of its root, which the backward needs first.
                 reshard = cover.reshard_after_forward and not (cover.automatic and self._is_root(module))
-        mp_policy = mp_policy or MixedPrecisionPolicy()
-        return Policy(mp_policy.param_dtype, mp_policy.reduce_dtype, True if reshard is None else reshard)
+        param_dtype = wanted.param_dtype or mp_policy.param_dtype
+        return Policy(
+            param_dtype,
+            wanted.reduce_dtype or mp_policy.reduce_dtype,
+            True if reshard is None else reshard,
+            param_dtype if wanted.casts_inputs else None,
+            wanted.output_dtype,
+        )
 
     def _is_root(self, module: nn.Module) -> bool:
         return module is unwrap_data_parallel(self.model)
 
-    def _check_cover(self, boundary: str, dedication: Dedication, cover: Cover) -> None:
+    def _check_cover(
+        self, boundary: str, specs: Sequence[ParamSpec], dedication: Dedication, module: nn.Module, cover: Cover
+    ) -> None:
         if isinstance(cover.offload_policy, CPUOffloadPolicy):
             raise ValueError(
                 f"{boundary!r} is under a fully_shard with CPUOffloadPolicy, which dedicated parameters do not support "
@@ -265,6 +275,58 @@ class Registration:
                 f"{boundary!r}: dedicate_params has mp_policy.param_dtype={wanted.param_dtype}, its fully_shard "
                 f"{cover.mp_policy.param_dtype}; what enters a module has one dtype: make them equal"
             )
+        ours_out = {_Wanted.of(dedication, [spec], spec, cast=False).output_dtype for spec in specs}
+        theirs_out = cover.mp_policy.output_dtype
+        if module is self.module_at(boundary) and theirs_out is not None and ours_out - {None, theirs_out}:
+            raise ValueError(
+                f"{boundary!r}: dedicate_params has an output dtype of {(ours_out - {None, theirs_out}).pop()}, its "
+                f"fully_shard {theirs_out}; give one of them"
+            )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What ``dedicate_params`` was told of some parameters of one boundary; None leaves it to the covering call.
+
+    Attributes:
+        mp_policy, reshard_after_forward: of the call.
+        param_dtype, reduce_dtype: by name.
+        output_dtype: of the boundary, by name or of the call.
+        casts_inputs: what enters the boundary is cast to the compute dtype here, since it was given here and holds for
+            the whole boundary. Where only some of its parameters have a dtype of their own, the module casts for them.
+    """
+
+    mp_policy: MixedPrecisionPolicy | None
+    reshard_after_forward: bool | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    casts_inputs: bool
+
+    @classmethod
+    def of(cls, dedication: Dedication, specs: Sequence[ParamSpec], one: ParamSpec, *, cast: bool) -> _Wanted:
+        """Of the parameters that have the dtypes of ``one``, at the boundary of all ``specs``."""
+        mp_policy, own = dedication.mp_policy, one.treatment
+        by_name = next((s.treatment.output_dtype for s in specs if s.treatment.output_dtype is not None), None)
+        return cls(
+            mp_policy,
+            dedication.reshard_after_forward,
+            own.param_dtype,
+            own.reduce_dtype,
+            by_name or (None if mp_policy is None else mp_policy.output_dtype),
+            cast and (own.param_dtype is not None or (mp_policy is not None and mp_policy.cast_forward_inputs)),
+        )
+
+
+def of_equal_dtypes(specs: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
+    """Parts whose parameters can share a bucket."""
+    parts: dict[tuple[torch.dtype | None, ...], list[ParamSpec]] = {}
+    for spec in specs:
+        wanted = spec.treatment
+        # The boundary's compute dtype, not known yet, takes the place of a parameter's own; a dtype by name does not.
+        own = spec.dtype if wanted.param_dtype is None else None
+        parts.setdefault((wanted.param_dtype, own, wanted.reduce_dtype), []).append(spec)
+    return list(parts.values())
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

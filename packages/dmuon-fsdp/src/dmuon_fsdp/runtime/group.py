@@ -51,11 +51,15 @@ class Policy:
         param_dtype: compute dtype; None keeps the parameters'.
         reduce_dtype: dtype of the reduction; None takes the compute dtype.
         reshard_after_forward: free after forward and broadcast again in backward.
+        input_dtype, output_dtype: what floating-point inputs and outputs of the boundary are cast to here; None leaves
+            that to FSDP2 or to the module.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
 
 
 class Group:

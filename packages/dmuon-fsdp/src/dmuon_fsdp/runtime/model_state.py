@@ -25,6 +25,7 @@ from dmuon_fsdp.compat import (
     tree_flatten,
     tree_unflatten,
 )
+from dmuon_fsdp.runtime.casting import cast_floats
 from dmuon_fsdp.runtime.group import Group, GroupState, modules_of
 from dmuon_fsdp.runtime.traffic import Traffic
 
@@ -92,6 +93,7 @@ class Conductor:
     # --- forward
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = cast_floats((args, kwargs), self.group.policy.input_dtype)
         if self._recomputing:
             self._make_ready(again=True)
             return args, kwargs
@@ -107,6 +109,7 @@ class Conductor:
         return _watch_inputs(self._pass, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = cast_floats(output, self.group.policy.output_dtype)
         if self._recomputing:
             return output
         self._running.discard(module)

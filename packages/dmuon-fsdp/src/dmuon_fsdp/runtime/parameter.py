@@ -61,7 +61,8 @@ class DedicatedParam:
 
     @property
     def route(self) -> str:
-        return "muon"
+        """What steps it: ``"muon"`` or ``"adamw"``."""
+        return self.spec.treatment.route
 
     @property
     def view(self) -> MatrixView:

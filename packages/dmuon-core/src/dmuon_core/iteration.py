@@ -28,23 +28,23 @@ class Arithmetic(Protocol):
     """How products are computed and where their results live."""
 
     def gram(self, xs: Sequence[Tensor]) -> Tensor:
-        """X Xᵀ of every matrix, ``[B, M, M]``, exactly symmetric."""
+        """X Xᵀ of every matrix, ``[B, M, M]``, symmetric."""
         ...
 
-    def symmetric(self, a: Tensor, b: Tensor | None, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        """``alpha · A Bᵀ + beta · C`` of which one triangle is computed and mirrored; None is A."""
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        """``a I + b R + c R²``, exactly symmetric."""
         ...
 
-    def whole(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        """``A B + beta · C``, every entry computed."""
+    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        """A Bᵀ where that is symmetric but for rounding: one triangle may be computed and mirrored."""
         ...
 
-    def plus_identity(self, z: Tensor, a: float) -> Tensor:
-        """``Z + a I``."""
+    def whole(self, a: Tensor, b: Tensor) -> Tensor:
+        """A B, every entry computed."""
         ...
 
-    def apply(self, q: Tensor, xs: Sequence[Tensor], *, beta: float = 0.0) -> Sequence[Tensor]:
-        """``Q X + beta · X`` of every matrix, shaped as ``xs``."""
+    def apply(self, q: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Q X of every matrix, shaped as ``xs``."""
         ...
 
 
@@ -62,39 +62,38 @@ def _gram(xs: Sequence[Tensor], segments: Segments, products: Arithmetic) -> Seq
 
 def _direct(xs: Sequence[Tensor], segments: Segments, products: Arithmetic) -> Sequence[Tensor]:
     for segment in segments:
-        for a, b, c in segment:
-            a_BMM = products.gram(xs)
-            xs = products.apply(products.symmetric(a_BMM, None, a_BMM, alpha=c, beta=b), xs, beta=a)
+        for triple in segment:
+            xs = products.apply(products.polynomial(products.gram(xs), triple), xs)
     return xs
 
 
 def _segment_polynomial(r_BMM: Tensor, segment: Sequence[Triple], products: Arithmetic) -> Tensor:
     """Q with Q·X = the segment's steps applied to X, from R = X Xᵀ.
 
+    W = aI + bR + cR² is stored, so that no other product has an addend to read, and the rounded W is the same in Q and
+    in R: what Q makes of X and what R says of it agree.
+
     A symmetric kernel mirrors one triangle, and rounded polynomials of R commute only up to rounding, so what it
-    mirrors is off by a commutator. Two products cannot afford that and are computed whole. One is W·R in R ← W·R·W,
-    W = aI + Z: a congruence keeps the small eigenvalues of R to relative accuracy, which the steps to come amplify;
-    with one step to come it does not matter. The other is the last Q of a segment of three steps or more, which
-    nothing corrects. The order of the operands is chosen too: mirrored, Z·R before ·Z errs half of what R·Z does.
+    mirrors is off by a commutator. Two products cannot afford that and are computed whole. One is W·R in R ← W·R·W: a
+    congruence keeps the small eigenvalues of R to relative accuracy, which the steps to come amplify; with one step to
+    come it does not matter. The other is the last Q of a segment of three steps or more, which nothing corrects. The
+    order of the operands is chosen too: mirrored, W·R before ·W errs half of what R·W does.
 
     A result is read by the next four products at the latest, so five rotating buffers hold them.
     """
     steps = len(segment)
     q_BMM: Tensor | None = None
-    for i, (a, b, c) in enumerate(segment):
-        z_BMM = products.symmetric(r_BMM, None, r_BMM, alpha=c, beta=b)
+    for i, triple in enumerate(segment):
+        w_BMM = products.polynomial(r_BMM, triple)
         if q_BMM is None:
-            q_BMM = products.plus_identity(z_BMM, a)
+            q_BMM = w_BMM
         elif steps >= 3 and i == steps - 1:
-            q_BMM = products.whole(q_BMM, z_BMM, q_BMM, beta=a)
+            q_BMM = products.whole(q_BMM, w_BMM)
         else:
-            q_BMM = products.symmetric(q_BMM, z_BMM, q_BMM, alpha=1.0, beta=a)
+            q_BMM = products.symmetric(q_BMM, w_BMM)
         if i + 1 < steps:
-            if i + 2 < steps:
-                w_BMM = products.whole(z_BMM, r_BMM, r_BMM, beta=a)
-            else:
-                w_BMM = products.symmetric(z_BMM, r_BMM, r_BMM, alpha=1.0, beta=a)
-            r_BMM = products.symmetric(w_BMM, z_BMM, w_BMM, alpha=1.0, beta=a)
+            half_BMM = products.whole(w_BMM, r_BMM) if i + 2 < steps else products.symmetric(w_BMM, r_BMM)
+            r_BMM = products.symmetric(half_BMM, w_BMM)
     assert q_BMM is not None, "a segment has at least one step"
     return q_BMM
 
@@ -109,23 +108,30 @@ class FreshArithmetic:
         (x_BMN,) = xs
         return self.syrk(x_BMN)
 
-    def symmetric(self, a: Tensor, b: Tensor | None, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        return self.syrk(a, b, c, alpha=alpha, beta=beta)
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        a, b, c = triple
+        return add_to_diagonal_(self.syrk(r, None, r, alpha=c, beta=b), a)
 
-    def whole(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        return _product(a, b, c, beta)
+    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.syrk(a, b)
 
-    def plus_identity(self, z: Tensor, a: float) -> Tensor:
-        q_BMM = z.clone()
-        diagonal_BM = q_BMM.diagonal(dim1=-2, dim2=-1)
-        # A half-precision add_ may round the scalar first (torch does on a CPU): one error in all of Q, none in W·R.
-        wide_BM = diagonal_BM.float() if z.dtype in HALVES else diagonal_BM
-        diagonal_BM.copy_(wide_BM + a)
-        return q_BMM
+    def whole(self, a: Tensor, b: Tensor) -> Tensor:
+        return _product(a, b)
 
-    def apply(self, q: Tensor, xs: Sequence[Tensor], *, beta: float = 0.0) -> Sequence[Tensor]:
+    def apply(self, q: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         (x_BMN,) = xs
-        return (_product(q, x_BMN, x_BMN if beta else None, beta),)
+        return (_product(q, x_BMN),)
+
+
+def add_to_diagonal_(z_BMM: Tensor, a: float) -> Tensor:
+    """``Z + a I`` in Z's memory."""
+    diagonal_BM = z_BMM.diagonal(dim1=-2, dim2=-1)
+    if z_BMM.device.type == "cpu" and z_BMM.dtype in HALVES:
+        # torch rounds the scalar first there, in half precision: an error in a that every entry shares.
+        diagonal_BM.copy_(diagonal_BM.float() + a)
+    else:
+        diagonal_BM.add_(a)
+    return z_BMM
 
 
 def iterate_wide(x_BMN: Tensor, segments: Segments, products: FreshArithmetic) -> Tensor:
@@ -134,7 +140,7 @@ def iterate_wide(x_BMN: Tensor, segments: Segments, products: FreshArithmetic) -
         r_BMM = products.gram((x_BMN,))
         q_BMM: Tensor | None = None
         for i, (a, b, c) in enumerate(segment):
-            w_BMM = products.plus_identity(batched_product(r_BMM, r_BMM, r_BMM, beta=b, alpha=c), a)
+            w_BMM = add_to_diagonal_(batched_product(r_BMM, r_BMM, r_BMM, beta=b, alpha=c), a)
             q_BMM = w_BMM if q_BMM is None else batched_product(q_BMM, w_BMM)
             if i + 1 < len(segment):
                 r_BMM = batched_product(batched_product(w_BMM, r_BMM), w_BMM)
@@ -143,10 +149,9 @@ def iterate_wide(x_BMN: Tensor, segments: Segments, products: FreshArithmetic) -
     return x_BMN
 
 
-def _product(q_BMM: Tensor, x_BMN: Tensor, c_BMN: Tensor | None = None, beta: float = 0.0) -> Tensor:
-    """Q X + beta C in x's dtype, accumulated in fp32 (fp64), rounded once."""
+def _product(q_BMM: Tensor, x_BMN: Tensor) -> Tensor:
+    """Q X in x's dtype, accumulated in fp32 (fp64), rounded once."""
     if x_BMN.device.type == "cpu" and x_BMN.dtype in HALVES:
-        wide = _product(q_BMM.float(), x_BMN.float(), None if c_BMN is None else c_BMN.float(), beta)
-        return wide.to(x_BMN.dtype)
+        return _product(q_BMM.float(), x_BMN.float()).to(x_BMN.dtype)
     with full_precision_reduction() if x_BMN.device.type == "cuda" else contextlib.nullcontext():
-        return batched_product(q_BMM, x_BMN, c_BMN, beta=beta)
+        return batched_product(q_BMM, x_BMN)

@@ -4,9 +4,9 @@ Legend: B matrices, M rows, N columns, M <= N after orienting.
 
 Both forms apply the same odd polynomial to the singular values of X = U / ‖U‖_F:
 
-    direct   A = X Xᵀ;  X ← a X + (b A + c A²) X                          per step
-    gram     R = X Xᵀ;  Z = b R + c R²;  Q ← a Q + Q Z;  R ← (a I + Z) R (a I + Z)
-             per step, and X ← Q X once per segment (``dmuon_core.restarts`` says where segments end)
+    direct   R = X Xᵀ;  W = a I + b R + c R²;  X ← W X                    per step
+    gram     R = X Xᵀ;  W = a I + b R + c R²;  Q ← Q W;  R ← W R W        per step,
+             and X ← Q X once per segment (``dmuon_core.restarts`` says where segments end)
 
 With five steps, one restart and symmetric products the Gram form takes 6 M²N + 14 M³ FLOP, the direct one
 20 M²N + 10 M³ without using symmetry.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dmuon_core.batching import SQUARES, padded
 from dmuon_core.coefficients import Triple
-from dmuon_core.iteration import Backend, iterate
+from dmuon_core.iteration import Backend, add_to_diagonal_, iterate
 from dmuon_core.normalize import normalize_into
 from dmuon_core.syrk.builtin import full_precision_reduction
 from dmuon_core.syrk.discovery import describe_error
@@ -161,25 +161,20 @@ class Buffers:
             self._kernel(x_BMN, out=r_BMM[at])
         return r_BMM
 
-    def symmetric(self, a: Tensor, b: Tensor | None, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        return self._kernel(a, b, c, alpha=alpha, beta=beta, out=self._square())
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        a, b, c = triple
+        return add_to_diagonal_(self._kernel(r, None, r, alpha=c, beta=b, out=self._square()), a)
 
-    def whole(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        return torch.baddbmm(c, a, b, beta=beta, out=self._square())
+    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._kernel(a, b, out=self._square())
 
-    def plus_identity(self, z: Tensor, a: float) -> Tensor:
-        q_BMM = self._square().copy_(z)
-        # On a GPU the scalar enters in fp32 and the sum is rounded once.
-        q_BMM.diagonal(dim1=-2, dim2=-1).add_(a)
-        return q_BMM
+    def whole(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b, out=self._square())
 
-    def apply(self, q: Tensor, xs: Sequence[Tensor], *, beta: float = 0.0) -> Sequence[Tensor]:
+    def apply(self, q: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         outs = self._stacks[1] if xs[0].data_ptr() == self._stacks[0][0].data_ptr() else self._stacks[0]
         for x_BMN, out_BMN, at in zip(xs, outs, self._slices, strict=True):
-            if beta:
-                torch.baddbmm(x_BMN, q[at], x_BMN, beta=beta, out=out_BMN)
-            else:
-                torch.bmm(q[at], x_BMN, out=out_BMN)
+            torch.bmm(q[at], x_BMN, out=out_BMN)
         return outs
 
 

@@ -187,15 +187,43 @@ def test_a_scalar_is_not_rounded_before_it_is_added(dtype):
         assert torch.equal(x.clone().add_(a), (x.float() + a).to(dtype))
 
 
+NORMALIZERS = {"core": "cublas", "fused": "triton"}
+"""By the kernel that brings it."""
+
+
+def normalizer(name: str):
+    if _kernel(NORMALIZERS[name]):
+        pytest.skip(_kernel(NORMALIZERS[name]).splitlines()[0])
+    found = ladder.KernelChoice.of(NORMALIZERS[name]).normalizer(torch.device("cuda", torch.cuda.current_device()))
+    assert (found is normalize_into) == (name == "core")
+    return found
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-20, 1.0, 1e4, 1e20, 3e38])
-def test_normalizing_over_the_whole_range(scale, dtype):
+def test_normalizing_over_the_whole_range(scale, dtype, name):
     x = (torch.randn(3, 65, 100, device="cuda").sign() * scale).to(dtype)
     if not bool(torch.isfinite(x).all()) or not bool(x.any()):
         pytest.skip("outside of this dtype")
-    out = torch.empty(3, 100, 65, device="cuda", dtype=torch.float16).mT
-    normalize_into([x[:2], x[2:]], [out[:2], out[2:]])
-    assert relative_error(out, normalize(x, torch.float16, exact=True)) <= 1e-3
+    out = torch.empty(3, 112, 80, device="cuda", dtype=torch.float16).mT
+    normalizer(name)([x[:2], x[2:]], [out[:2], out[2:]])
+    assert relative_error(out[:, :65, :100], normalize(x, torch.float16, exact=True)) <= 1e-3
+    assert not out[:, 65:].any()
+    assert not out[:, :, 100:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1000, 3000), (1, 4096, 11008), (3, 64, 70_000), (2, 9000, 33)], ids=str)
+def test_fused_normalizing_of_large_matrices(shape, dtype):
+    """More tiles than parts, sizes that are no multiples of a tile, both layouts; the same bits every time."""
+    fused = normalizer("fused")
+    for x in (torch.randn(shape, device="cuda").to(dtype), torch.randn(shape, device="cuda").to(dtype).mT):
+        first, again = (torch.full_like(x, float("nan"), dtype=torch.float16) for _ in range(2))
+        fused([x], [first])
+        assert relative_error(first, normalize(x, torch.float16, exact=False)) <= 1e-3
+        fused([x[:1]], [again[:1]])
+        assert torch.equal(first[0], again[0])
 
 
 def test_zero_and_non_finite():

@@ -16,6 +16,8 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
+from dmuon_kernels.normalize import _PARTS, _TILES
+from dmuon_kernels.normalize_kernel import scale_kernel, squares_kernel
 from dmuon_kernels.tma_kernel import syrk_tma_kernel
 from dmuon_kernels.triton_config import CONFIGS, TmaConfig, TritonConfig, parse_config
 from dmuon_kernels.triton_kernel import syrk_kernel
@@ -156,6 +158,30 @@ def tma_source_of(variant: TmaVariant) -> triton.compiler.ASTSource:
     return triton.compiler.ASTSource(syrk_tma_kernel, signature, constants, attributes)
 
 
+NORMALIZE_BUILDS = [
+    (dtype, tile, by_column) for dtype in ("bf16", "fp32") for tile in _TILES for by_column in (False, True)
+]
+"""Dtype of the input, rows and columns of a tile, and whether the input lies across the output."""
+
+
+def measure_normalizing(dtype: str, tile: tuple[int, int], by_column: bool, capability: int) -> list[dict[str, object]]:
+    """Both passes, for matrices whose sizes and strides are multiples of 16."""
+    found = []
+    for kernel in (squares_kernel, scale_kernel):
+        names = kernel.arg_names
+        constants = {"ROWS": tile[0], "COLUMNS": tile[1], "PARTS": _PARTS, "x_sr" if by_column else "x_sc": 1}
+        constants = {name: value for name, value in constants.items() if name in names}
+        types = {"x": f"*{dtype}", "out": "*fp16", "sums": "*fp32", "exponents": "*i32"}
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        loose = {*constants, "parts", "programs"}
+        attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in loose}
+        source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        vectors = len(re.findall(r"ld\.global\.(?:\w+\.)*v4", compiled.asm["ptx"]))
+        found.append({"resources": resources(compiled.asm["cubin"]), "vectors": vectors, "capability": capability})
+    return found
+
+
 def measure(variant: Variant | TmaVariant, capability: int) -> dict[str, object]:
     options = {"num_warps": variant.config.warps, "enable_fp_fusion": True}
     source = source_of(variant) if isinstance(variant, Variant) else tma_source_of(variant)
@@ -184,4 +210,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 if __name__ == "__main__":
     builds = [(variant, capability) for capability, variants in BUILDS.items() for variant in variants]
     builds += [(variant, 90) for variant in TMA_BUILDS]
-    json.dump([measure(variant, capability) for variant, capability in builds], sys.stdout)
+    products = [measure(variant, capability) for variant, capability in builds]
+    passes = [found for build in NORMALIZE_BUILDS for found in measure_normalizing(*build, 90)]
+    passes += measure_normalizing("fp32", _TILES[0], False, 80)
+    json.dump({"products": products, "passes": passes}, sys.stdout)

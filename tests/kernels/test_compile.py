@@ -15,7 +15,7 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory):
+def compiled(tmp_path_factory):
     pytest.importorskip("triton", reason="Triton is not installed: nothing to compile with")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -23,6 +23,11 @@ def builds(tmp_path_factory):
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def builds(compiled):
+    return compiled["products"]
 
 
 def test_every_architecture_is_built(builds):
@@ -35,7 +40,8 @@ def test_shared_memory_fits_the_architecture(builds):
     assert not too_large
 
 
-def test_nothing_spills(builds):
+def test_nothing_spills(compiled):
+    builds = compiled["products"] + compiled["passes"]
     if not all(build["resources"] for build in builds):
         pytest.skip("this Triton comes without cuobjdump")
     spilling = [b for b in builds if b["resources"]["STACK"] or b["resources"]["LOCAL"]]
@@ -59,3 +65,9 @@ def test_descriptors_load_and_store_through_the_tensor_memory_engine(builds):
     described = [build for build in builds if "general" in build["variant"]]
     assert described
     assert all(build["bulk_copies"] for build in described)
+
+
+def test_normalizing_loads_vectors(compiled):
+    """Entry by entry it runs at a quarter of the bandwidth. A transposed input is loaded along its columns."""
+    assert compiled["passes"]
+    assert all(found["vectors"] >= 8 for found in compiled["passes"])

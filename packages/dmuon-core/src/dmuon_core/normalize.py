@@ -59,10 +59,14 @@ def normalize_into(matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
 
     Args:
         matrices: stacks ``[B, M, N]`` of any strides on one device.
-        outs: the same shapes, in the dtype of the result.
+        outs: stacks ``[B, M', N']``, M' ≥ M and N' ≥ N, row- or column-major, in the dtype of the result. Beyond M and
+            N they are filled with zeros.
     """
     singles_MN = [x_MN for x_BMN in matrices for x_MN in x_BMN.unbind(0)]
     inverses_B = norms_in_fp64(singles_MN).clamp_min_(_SMALLEST_NORM).reciprocal_()
     counts = [x_BMN.shape[0] for x_BMN in matrices]
     for x_BMN, out_BMN, inverse_B in zip(matrices, outs, inverses_B.split(counts), strict=True):
-        torch.mul(x_BMN, inverse_B[:, None, None], out=out_BMN)
+        if x_BMN.shape != out_BMN.shape:
+            out_BMN.zero_()
+        place_BMN = out_BMN[:, : x_BMN.shape[1], : x_BMN.shape[2]]
+        torch.mul(x_BMN, inverse_B[:, None, None], out=place_BMN)

@@ -25,7 +25,6 @@ from torch import Tensor
 from dmuon_core.batching import SQUARES, padded
 from dmuon_core.coefficients import Triple
 from dmuon_core.iteration import Backend, add_to_diagonal_, iterate
-from dmuon_core.normalize import normalize_into
 from dmuon_core.syrk.builtin import full_precision_reduction
 from dmuon_core.syrk.discovery import describe_error
 from dmuon_core.syrk.ladder import KernelChoice
@@ -64,10 +63,6 @@ class Part:
 
     def logical(self, padded_BMN: Tensor) -> Tensor:
         return padded_BMN[:, : self.m, : self.n]
-
-    @property
-    def is_padded(self) -> bool:
-        return self.m != padded(self.m) or self.n != padded(self.n)
 
 
 @dataclass(frozen=True)
@@ -185,6 +180,7 @@ class Plan:
         self.recipe = recipe
         self.kernel = kernel
         self._buffers = Buffers(recipe, memory, kernel)
+        self._normalize = kernel.normalizer(memory.device)
         self._capture = capture
         self._graph: torch.cuda.CUDAGraph | None = None
         self._launches: Counter[str] = Counter()
@@ -192,10 +188,8 @@ class Plan:
 
     def run(self, matrices: Sequence[Tensor], slots: Sequence[Slot]) -> list[Tensor]:
         """The factor of every stack of ``matrices``, in the plan's memory: to be read before the arena's next run."""
-        for part, x_BMN in zip(self.recipe.parts, self._buffers.inputs, strict=True):
-            if part.is_padded:
-                x_BMN.zero_()
-        normalize_into(matrices, self._at(slots, self._buffers.inputs))
+        padded_inputs = self._buffers.inputs
+        self._normalize(matrices, [padded_inputs[slot.part][slot.start : slot.stop] for slot in slots])
         if self._graph is None and self._capture is not None and self._results:
             self._try_capture(self._capture)
         if self._graph is None:
@@ -203,10 +197,7 @@ class Plan:
         else:
             self._graph.replay()
             self.kernel.launches.update(self._launches)
-        return self._at(slots, self._results)
-
-    def _at(self, slots: Sequence[Slot], stacks: Sequence[Tensor]) -> list[Tensor]:
-        logical = [part.logical(stack) for part, stack in zip(self.recipe.parts, stacks, strict=True)]
+        logical = [part.logical(stack) for part, stack in zip(self.recipe.parts, self._results, strict=True)]
         return [logical[slot.part][slot.start : slot.stop] for slot in slots]
 
     def _iterate(self) -> Sequence[Tensor]:

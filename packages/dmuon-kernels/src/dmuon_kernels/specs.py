@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmuon_core.syrk.contract import SyrkFn, SyrkSpec
+from dmuon_core.syrk.contract import NormalizeFn, SyrkFn, SyrkSpec
 from dmuon_kernels.probes import (
     has_tma,
     is_k_major,
@@ -40,6 +40,12 @@ def _load_triton() -> SyrkFn:
     return triton_syrk
 
 
+def _load_normalize() -> NormalizeFn:
+    from dmuon_kernels.normalize import triton_normalize_into
+
+    return triton_normalize_into
+
+
 def quack_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:
     """The labels of quack's configurations that are worth timing for these operands."""
     capability = torch.cuda.get_device_capability(a.device)
@@ -60,6 +66,26 @@ def _as_batch(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-QUACK = SyrkSpec("quack", CONTRACT, "Tri Dao quack", 90, probe_quack, _load_quack, quack_rejects, quack_configs)
+QUACK = SyrkSpec(
+    "quack",
+    CONTRACT,
+    "Tri Dao quack",
+    90,
+    probe_quack,
+    _load_quack,
+    quack_rejects,
+    quack_configs,
+    normalize=_load_normalize,
+)
 CUTE_SM80 = SyrkSpec("cute_sm80", CONTRACT, "DMuon internal", 80, probe_cute_sm80, _load_cute_sm80)
-TRITON = SyrkSpec("triton", CONTRACT, "DMuon internal", 70, probe_triton, _load_triton, triton_rejects, triton_configs)
+TRITON = SyrkSpec(
+    "triton",
+    CONTRACT,
+    "DMuon internal",
+    70,
+    probe_triton,
+    _load_triton,
+    triton_rejects,
+    triton_configs,
+    normalize=_load_normalize,
+)

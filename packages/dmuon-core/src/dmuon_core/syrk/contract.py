@@ -48,6 +48,15 @@ class SyrkFn(Protocol):
     ) -> Tensor: ...
 
 
+class NormalizeFn(Protocol):
+    """A fused norm and cast: see :func:`dmuon_core.normalize.normalize_into` for what it computes.
+
+    It takes float32, float16 and bfloat16 in, and float16 and bfloat16 out.
+    """
+
+    def __call__(self, matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None: ...
+
+
 def accept_all(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
     """The ``rejects`` of a backend that takes every operand."""
     return None
@@ -79,6 +88,8 @@ class SyrkSpec:
             operands. A kernel with any takes the keyword ``config``, one of the names or None for its own choice.
         predict: ``predict(batch, m, k, device)`` is the time in seconds of one product in half precision that the
             backend expects on ``device``, None where it has no model. Orders the backends for shapes nobody measured.
+        normalize: returns a fused norm and cast that runs where the backend does; may import what it needs and may
+            raise anything. None where the backend brings none.
     """
 
     name: str
@@ -90,6 +101,7 @@ class SyrkSpec:
     rejects: Callable[[Tensor, Tensor | None, Tensor | None], str | None] = accept_all
     configs: Callable[[Tensor, Tensor | None, Tensor | None], Sequence[str]] = one_config
     predict: Callable[[int, int, int, torch.device], float | None] = no_prediction
+    normalize: Callable[[], NormalizeFn] | None = None
 
 
 def with_config(fn: SyrkFn, config: str | None) -> SyrkFn:

@@ -18,8 +18,9 @@ from dmuon_core.env import NS_KERNEL, read_settings
 from dmuon_core.notices import warn_once
 from dmuon_core.syrk import verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
-from dmuon_core.syrk.contract import Scalar, SyrkFn, SyrkSpec, with_config
+from dmuon_core.syrk.contract import NormalizeFn, Scalar, SyrkFn, SyrkSpec, with_config
 from dmuon_core.syrk.discovery import Found, describe_error, discover
+from dmuon_core.syrk.normalizers import normalizer_of
 
 LAST_RESORT = "torch"
 _FALLBACK = "cublas"
@@ -190,6 +191,10 @@ class KernelChoice:
         if key not in self._orders:
             self._orders[key] = _ranked(ladder, a, b, c, key[2])
         return self._orders[key]
+
+    def normalizer(self, device: torch.device) -> NormalizeFn:
+        """The norm and cast for ``device``: a fused one that a backend of the ladder brings, else core's own."""
+        return normalizer_of((each.spec for each in self.ladder(device)), device)
 
     def __getstate__(self) -> dict[str, object]:
         # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.

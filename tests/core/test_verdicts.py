@@ -58,13 +58,13 @@ def test_keys_tell_apart_what_changes_the_time():
 def test_verdicts_are_kept_over_processes(monkeypatch):
     verdicts.add(CPU, {KEY: Verdict("torch", "tile-7", 12.5)})
     forget(monkeypatch)
-    assert verdicts.find(CPU, KEY) == Verdict("torch", "tile-7", 12.5)
-    assert verdicts.find(CPU, KEY + "0") is None
+    assert verdicts.find(CPU, KEY) == (Verdict("torch", "tile-7", 12.5),)
+    assert not verdicts.find(CPU, KEY + "0")
 
 
 def test_verdicts_that_are_not_kept(monkeypatch, tmp_path):
     verdicts.add(CPU, {KEY: Verdict("torch")}, keep=False)
-    assert verdicts.find(CPU, KEY) == Verdict("torch")
+    assert verdicts.find(CPU, KEY) == (Verdict("torch"),)
     assert not list(tmp_path.iterdir())
 
 
@@ -76,12 +76,12 @@ def test_a_file_of_another_kind_is_ignored_with_one_warning(monkeypatch, content
     path = verdicts._file(verdicts.machine(CPU))
     path.write_text(content)
     with pytest.warns(RuntimeWarning, match=r"verdicts-.*are ignored"):
-        assert verdicts.find(CPU, KEY) is None
+        assert not verdicts.find(CPU, KEY)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert verdicts.find(CPU, KEY) is None
+        assert not verdicts.find(CPU, KEY)
     verdicts.add(CPU, {KEY: Verdict("torch")})
-    assert verdicts.find(CPU, KEY) == Verdict("torch")
+    assert verdicts.find(CPU, KEY) == (Verdict("torch"),)
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("DMUON_CACHE_DIR", str(blocked / "below"))
     with pytest.warns(RuntimeWarning, match="stay in this process"):
         verdicts.add(CPU, {KEY: Verdict("torch")})
-    assert verdicts.find(CPU, KEY) == Verdict("torch")
+    assert verdicts.find(CPU, KEY) == (Verdict("torch"),)
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch):
@@ -102,7 +102,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
 
     monkeypatch.setattr(environment.Path, "home", homeless)
     verdicts.add(CPU, {KEY: Verdict("torch")})
-    assert verdicts.find(CPU, KEY) == Verdict("torch")
+    assert verdicts.find(CPU, KEY) == (Verdict("torch"),)
 
 
 def _write(number):
@@ -128,7 +128,7 @@ def test_exported_verdicts_are_used_elsewhere(monkeypatch):
     before = verdicts.epoch()
     use_verdicts(exported)
     assert verdicts.epoch() != before
-    assert verdicts.find(CPU, KEY) == Verdict("torch", None, 1.0)
+    assert verdicts.find(CPU, KEY) == (Verdict("torch", None, 1.0),)
 
 
 @pytest.mark.parametrize(

@@ -277,9 +277,10 @@ def test_tuning_chooses_what_runs_and_keeps_it(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "_book", verdicts._Book())
     device = torch.device("cuda", torch.cuda.current_device())
     for key, verdict in found.items():
-        assert verdicts.find(device, key) == verdict
+        assert verdicts.find(device, key) == (verdict,)
     x = torch.randn(2, 256, 512, device="cuda").half()
     ns = NewtonSchulz()
     ns(x)
     key = verdicts.operands_key(x, None, None)
-    assert ns.kernel.launches[found[key].kernel] >= 2
+    if not found[key].whole_is_faster:
+        assert ns.kernel.launches[found[key].kernel] >= 2

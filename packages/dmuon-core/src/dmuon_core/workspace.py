@@ -153,7 +153,10 @@ class Buffers:
     def gram(self, xs: Sequence[Tensor]) -> Tensor:
         r_BMM = self._square()
         for x_BMN, at in zip(xs, self._slices, strict=True):
-            self._kernel(x_BMN, out=r_BMM[at])
+            if self._kernel.prefers_whole(x_BMN):
+                torch.bmm(x_BMN, x_BMN.mT, out=r_BMM[at])
+            else:
+                self._kernel(x_BMN, out=r_BMM[at])
         return r_BMM
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
@@ -161,6 +164,8 @@ class Buffers:
         return add_to_diagonal_(self._kernel(r, None, r, alpha=c, beta=b, out=self._square()), a)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        if self._kernel.prefers_whole(a, b):
+            return self.whole(a, b)
         return self._kernel(a, b, out=self._square())
 
     def whole(self, a: Tensor, b: Tensor) -> Tensor:

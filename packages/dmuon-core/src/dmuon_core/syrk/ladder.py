@@ -135,6 +135,7 @@ class KernelChoice:
     deterministic: bool = False
     _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
     _orders: dict[tuple[torch.device, int, str], tuple[Loaded, ...]] = field(default_factory=dict)
+    _wholes: dict[tuple[torch.device, int, str], bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kernel: str, *, deterministic: bool = False) -> KernelChoice:
@@ -192,13 +193,26 @@ class KernelChoice:
             self._orders[key] = _ranked(ladder, a, b, c, key[2])
         return self._orders[key]
 
+    def prefers_whole(self, a: Tensor, b: Tensor | None = None) -> bool:
+        """Whether ``torch.bmm`` over both halves was measured to be faster than the symmetric product A Bᵀ.
+
+        Never where the user named the kernel, and where bits must not depend on what was measured.
+        """
+        if self.name != "auto" or self.deterministic or a.device.type != "cuda":
+            return False
+        key = (a.device, verdicts.epoch(), verdicts.operands_key(a, b, None))
+        if key not in self._wholes:
+            found = verdicts.find(a.device, key[2])
+            self._wholes[key] = bool(found) and found[0].whole_is_faster
+        return self._wholes[key]
+
     def normalizer(self, device: torch.device) -> NormalizeFn:
         """The norm and cast for ``device``: a fused one that a backend of the ladder brings, else core's own."""
         return normalizer_of((each.spec for each in self.ladder(device)), device)
 
     def __getstate__(self) -> dict[str, object]:
         # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.
-        fresh: dict[str, object] = {"launches": Counter(), "ran": {}, "_ladders": {}, "_orders": {}}
+        fresh: dict[str, object] = {"launches": Counter(), "ran": {}, "_ladders": {}, "_orders": {}, "_wholes": {}}
         return {"name": self.name, "deterministic": self.deterministic, **fresh}
 
     @property
@@ -221,19 +235,16 @@ def refusal_of(spec: SyrkSpec, a: Tensor, b: Tensor | None, c: Tensor | None) ->
 
 def _ranked(ladder: tuple[Loaded, ...], a: Tensor, b: Tensor | None, c: Tensor | None, key: str) -> tuple[Loaded, ...]:
     """The measured fastest first, in its configuration; of shapes nobody measured, the fastest by prediction."""
-    verdict = verdicts.find(a.device, key)
-    if verdict is None:
-        return _predicted(ladder, a)
-    for i, (spec, fn) in enumerate(ladder):
-        if spec.name != verdict.kernel:
-            continue
-        others = ladder[:i] + ladder[i + 1 :]
-        if verdict.config is None:
-            return (ladder[i], *others)
-        # A verdict may be older than the backend.
-        if refusal_of(spec, a, b, c) is None and verdict.config in spec.configs(a, b, c):
-            return (Loaded(spec, with_config(fn, verdict.config)), *others)
+    for verdict in verdicts.find(a.device, key):
+        for i, (spec, fn) in enumerate(ladder):
+            # A verdict may be older than the backend.
+            if spec.name == verdict.kernel and _offers(spec, verdict.config, a, b, c):
+                return (Loaded(spec, with_config(fn, verdict.config)), *ladder[:i], *ladder[i + 1 :])
     return _predicted(ladder, a)
+
+
+def _offers(spec: SyrkSpec, config: str | None, a: Tensor, b: Tensor | None, c: Tensor | None) -> bool:
+    return config is None or (refusal_of(spec, a, b, c) is None and config in spec.configs(a, b, c))
 
 
 def _predicted(ladder: tuple[Loaded, ...], a: Tensor) -> tuple[Loaded, ...]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dmuon_core.syrk import verdicts
-from dmuon_core.syrk.builtin import torch_syrk
-from dmuon_core.syrk.contract import SyrkFn, with_config
+from dmuon_core.syrk.builtin import full_precision_reduction, torch_syrk
+from dmuon_core.syrk.contract import Scalar, SyrkFn, with_config
 from dmuon_core.syrk.discovery import describe_error
 from dmuon_core.syrk.ladder import KernelChoice, Loaded, default_device, refusal_of
 from dmuon_core.syrk.verdicts import Verdict, operands_key
@@ -25,13 +25,20 @@ _log = logging.getLogger("dmuon.tuning")
 _ROUNDS = 7
 _SECONDS = 4e-4  # of one timed stretch
 _ERROR_RATIO = 2.0
+_WHOLE = "whole"
 
 
 @dataclass(frozen=True)
-class _Operands:
+class Operands:
+    """Of one product; b None is a, c None is not added."""
+
     a: Tensor
     b: Tensor | None
     c: Tensor | None
+
+    @property
+    def key(self) -> str:
+        return operands_key(self.a, self.b, self.c)
 
     def call(self, fn: SyrkFn, out: Tensor | None = None) -> Tensor:
         return fn(self.a, self.b, self.c, alpha=1.0, beta=0.0 if self.c is None else 0.5, out=out)
@@ -71,65 +78,94 @@ def tune(
     with torch.cuda.device(where), torch.no_grad():
         backends = [x for x in KernelChoice("auto").ladder(where) if kernels is None or x.spec.name in kernels]
         for shape in shapes:
-            for operands in _variants(*shape, dtype, where):
-                best = _fastest(operands, backends)
-                if best is not None:
-                    key = operands_key(operands.a, operands.b, operands.c)
-                    found[key] = best
+            for operands in operands_of(*shape, dtype, where):
+                ranking = rank(operands, backends)
+                if ranking:
+                    found[operands.key] = ranking[0]
                     # One by one, so that an interrupted run keeps what it measured.
-                    verdicts.add(where, {key: best}, keep=keep)
+                    verdicts.add(where, {operands.key: ranking[0]}, keep=keep)
     return found
 
 
-def _variants(batch: int, m: int, k: int, dtype: torch.dtype, device: torch.device) -> list[_Operands]:
-    """The products of Newton-Schulz with these sizes, on random data: zeros would run faster than any real operand."""
+def operands_of(batch: int, m: int, k: int, dtype: torch.dtype, device: torch.device) -> list[Operands]:
+    """The products of Newton-Schulz with these sizes, on random data: zeros would run faster than any real operand.
+
+    X Xᵀ with X in both layouts; with K = M, R Rᵀ, b R + c R², and the product of two polynomials of R.
+    """
     x = (torch.randn(batch, m, k, device=device) / k**0.5).to(dtype)
     if k != m:
         tall = x.mT.contiguous().mT
-        return [_Operands(x, None, None), _Operands(tall, None, None)]
+        return [Operands(x, None, None), Operands(tall, None, None)]
     r = torch_syrk(x)
-    return [_Operands(x, None, None), _Operands(r, None, r), _Operands(r, torch_syrk(r, None, r, beta=0.5), r)]
+    return [Operands(x, None, None), Operands(r, None, r), Operands(r, torch_syrk(r, None, r, beta=0.5), None)]
 
 
-def _fastest(operands: _Operands, backends: Sequence[Loaded]) -> Verdict | None:
-    runs: dict[Verdict, Callable[[], object]] = {}
+def rank(operands: Operands, backends: Sequence[Loaded], *, rounds: int = _ROUNDS) -> list[Verdict]:
+    """The best configuration of every backend that computes right, the fastest first."""
+    runs: dict[tuple[str, str | None], Callable[[], object]] = {}
     for spec, fn in backends:
         if refusal_of(spec, operands.a, operands.b, operands.c) is not None:
             continue
         for config in (None, *spec.configs(operands.a, operands.b, operands.c)):
             run = _replayed(operands, with_config(fn, config))
             if run is not None:
-                runs[Verdict(spec.name, config)] = run
-    times: dict[Verdict, list[float]] = {verdict: [] for verdict in runs}
-    for _ in range(_ROUNDS):
-        for verdict, run in runs.items():
-            times[verdict].append(_seconds(run))
-    if not times:
-        return None
-    best = min(times, key=lambda verdict: statistics.median(times[verdict]))
+                runs[spec.name, config] = run
+    if operands.c is None:
+        runs[_WHOLE, None] = _captured(operands, _bmm)
+    times: dict[tuple[str, str | None], list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(_seconds(run))
     launches = _launches(operands)
-    return Verdict(best.kernel, best.config, round(statistics.median(times[best]) / launches * 1e6, 2))
+    medians = {name: round(statistics.median(each) / launches * 1e6, 2) for name, each in times.items()}
+    whole = medians.pop((_WHOLE, None), None)
+    ordered = sorted(medians, key=lambda name: medians[name])
+    firsts = dict(reversed(ordered))
+    return [
+        Verdict(kernel, config, medians[kernel, config], whole)
+        for kernel, config in ordered
+        if firsts[kernel] == config
+    ]
 
 
-def _launches(operands: _Operands) -> int:
+def _bmm(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    out: Tensor | None = None,
+    sms: int | None = None,
+) -> Tensor:
+    with full_precision_reduction():
+        return torch.bmm(a, (a if b is None else b).mT, out=out)
+
+
+def _launches(operands: Operands) -> int:
     flops = operands.a.shape[:-2].numel() * operands.a.shape[-2] ** 2 * operands.a.shape[-1]
     return max(4, min(40, int(_SECONDS / (flops / 500e12 + 3e-6))))
 
 
-def _replayed(operands: _Operands, fn: SyrkFn) -> Callable[[], object] | None:
+def _replayed(operands: Operands, fn: SyrkFn) -> Callable[[], object] | None:
     """Launches of ``fn`` as a graph, or None where it fails or computes wrong values."""
     out = torch.full_like(torch_syrk(operands.a), float("nan"))
     try:
         operands.call(fn, out)
         if not _is_accurate(operands, out):
             return None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(_launches(operands)):
-                operands.call(fn, out)
+        return _captured(operands, fn)
     except Exception as error:
         _log.warning("a kernel is left out of the choice for %s: %s", tuple(out.shape), describe_error(error))
         return None
+
+
+def _captured(operands: Operands, fn: SyrkFn) -> Callable[[], object]:
+    out = operands.call(fn, torch.empty_like(torch_syrk(operands.a)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_launches(operands)):
+            operands.call(fn, out)
     return _Replay(graph, operands, out)
 
 
@@ -138,16 +174,16 @@ class _Replay:
     """A graph and what it reads and writes, which lives as long as it does."""
 
     graph: torch.cuda.CUDAGraph
-    operands: _Operands
+    operands: Operands
     out: Tensor
 
     def __call__(self) -> None:
         self.graph.replay()
 
 
-def _is_accurate(operands: _Operands, got: Tensor) -> bool:
+def _is_accurate(operands: Operands, got: Tensor) -> bool:
     b, c = (None if x is None else x.float() for x in (operands.b, operands.c))
-    wide = _Operands(operands.a.float(), b, c)
+    wide = Operands(operands.a.float(), b, c)
     want = wide.call(torch_syrk)
     allowed = _ERROR_RATIO * float((operands.call(torch_syrk).float() - want).abs().max())
     return torch.equal(got, got.mT) and float((got.float() - want).abs().max()) <= allowed

@@ -43,11 +43,21 @@ class Verdict:
         kernel: a backend's name.
         config: one of the backend's configurations, or None for its own choice.
         microseconds: what one product took; None where unknown.
+        whole_microseconds: what ``torch.bmm`` took for both halves, none mirrored; None where unknown or not the same
+            product, as with C.
     """
 
     kernel: str
     config: str | None = None
     microseconds: float | None = None
+    whole_microseconds: float | None = None
+
+    @property
+    def whole_is_faster(self) -> bool:
+        """Whether computing both halves takes less time, as it does where a launch costs more than the work."""
+        if self.microseconds is None or self.whole_microseconds is None:
+            return False
+        return self.whole_microseconds < self.microseconds
 
 
 def operands_key(a: Tensor, b: Tensor | None, c: Tensor | None) -> str:
@@ -132,11 +142,13 @@ def epoch() -> int:
     return _book.epoch
 
 
-def find(device: torch.device, key: str) -> Verdict | None:
-    """What was measured on this machine, else what ships for this hardware, else None."""
+def find(device: torch.device, key: str) -> tuple[Verdict, ...]:
+    """What was measured on this machine, else what ships for this hardware, best first: one for each kernel."""
     with _book.lock:
         measured = _book.page(machine(device)).get(key)
-    return measured or (_shipped(_hardware(device)).get(key) if device.type == "cuda" else None)
+    if measured is not None:
+        return (measured,)
+    return _shipped(_hardware(device)).get(key, ()) if device.type == "cuda" else ()
 
 
 def add(device: torch.device, verdicts: Mapping[str, Verdict], *, keep: bool = True) -> None:
@@ -222,6 +234,8 @@ def _write(name: str, page: Mapping[str, Verdict]) -> None:
 
 
 @functools.cache
-def _shipped(hardware: str) -> dict[str, Verdict]:
+def _shipped(hardware: str) -> dict[str, tuple[Verdict, ...]]:
+    """Of every kernel its best configuration, as ``[kernel, config, microseconds, whole_microseconds]``."""
     text = resources.files("dmuon_core.syrk").joinpath("shipped_verdicts.json").read_text(encoding="utf-8")
-    return _parse(json.loads(text)["hardware"].get(hardware, {}))
+    page = json.loads(text)["hardware"].get(hardware, {})
+    return {str(key): tuple(Verdict(*row) for row in rows) for key, rows in page.items()}

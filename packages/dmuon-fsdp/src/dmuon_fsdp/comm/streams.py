@@ -57,12 +57,12 @@ class Lane:
     def follow_current(self) -> None:
         """What comes next on the lane waits for what the current stream has so far."""
         if self.stream is not None:
-            self.stream.wait_event(torch.accelerator.current_stream(self.device).record_event())
+            self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def follow(self, other: Lane) -> None:
         """What comes next on this lane waits for what ``other`` has so far."""
         if self.stream is not None and other.stream is not None:
-            self.stream.wait_event(other.stream.record_event())
+            self.stream.wait_stream(other.stream)
 
     def event(self) -> torch.Event | None:
         return None if self.stream is None else self.stream.record_event()

@@ -50,8 +50,17 @@ class RoutedDTensor(DTensor):
         def __torch_function__(
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            with _RouteMode(cls), torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in _WITHOUT_OPERATOR:
+                    return func(*args)
+                with _RouteMode(cls):
+                    return func(*args, **(kwargs or {}))
+
+
+_GRAD: Any = torch.Tensor.grad
+_READ = ("requires_grad", "grad", "dtype", "device", "shape", "is_leaf", "_post_accumulate_grad_hooks")
+# What is asked of a parameter many times in every step; a mode costs ten times as much as the answer.
+_WITHOUT_OPERATOR = frozenset({*(getattr(torch.Tensor, name).__get__ for name in _READ), _GRAD.__set__})
 
 
 class _RouteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

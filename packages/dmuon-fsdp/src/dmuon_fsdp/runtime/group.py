@@ -214,13 +214,20 @@ class Group:
             with self._naming("the weights"), self.traffic.waiting("wait for gather"):
                 self._gathering.settle()
             self._move(GroupState.READY)
+        if not again:
+            self._follow_requires_grad()
         self.show_unsharded()
+
+    def _follow_requires_grad(self) -> None:
+        for member in self.members:
+            trains = member.param.requires_grad
+            assert member.unsharded is not None, "buckets exist"
+            if member.unsharded.requires_grad != trains:
+                member.unsharded.requires_grad_(trains)
 
     def show_unsharded(self) -> None:
         for member in self.members:
             assert member.unsharded is not None, "buckets exist"
-            if member.unsharded.requires_grad != member.param.requires_grad:
-                member.unsharded.requires_grad_(member.param.requires_grad)
             member.show(member.unsharded)
 
     def show_resting(self) -> None:

@@ -368,8 +368,8 @@ class ModelState:
     # --- failure
 
     def check_clean(self) -> None:
-        """Raise where an exception left a backward half done."""
-        if not in_backward() and (self._sweep_due or any(c.backward_passes for c in self.conductors)):
+        """Raise where an exception left a backward half done: every one that begins makes a sweep due."""
+        if self._sweep_due and not in_backward():
             raise NotCleanError
 
     def reset(self) -> None:

@@ -57,7 +57,7 @@ class DedicatedParam:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.param.dtype
+        return self.owned.local.dtype
 
     @property
     def route(self) -> str:
@@ -116,8 +116,9 @@ class DedicatedParam:
             presence: 1 where some rank had a gradient and 0 where none had; stays on the device.
         """
         if self.param.grad is None:
-            self.param.grad = self.owned.like(local)
-            self._presence = (weakref.ref(self.param.grad), presence)
+            grad = self.owned.like(local)
+            self.param.grad = grad
+            self._presence = (weakref.ref(grad), presence)
             return
         earlier = self.presence
         cast(OwnedTensor, self.param.grad).local.add_(local)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon_fsdp.runtime import reduction
 from fsdp.models import WIDTH, Block, Toy, Twins, close, next_token_loss, on_all_cells, tokens, world_mesh, wrap
 from fsdp.test_unused import Experts
 
@@ -125,6 +127,23 @@ def test_gradients_accumulate_in_fp32(ranks, sync):
     for grad in ranks(2, accumulate_256_and_1, sync):
         assert grad.dtype == torch.float32
         assert (grad == 257).all()
+
+
+def run_gradients_hold_no_more_than_their_own_memory():
+    """Reduced in the parameters' dtype and in another, in one buffer or one by one."""
+    for dtype, direct_from in itertools.product((torch.float32, torch.bfloat16), (0, 1 << 20)):
+        reduction.DIRECT_FROM = direct_from
+        twins = Twins(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype))
+        next_token_loss(twins.model, twins.rank).backward()
+        grads = [member.owned.grad.local for member in dmuon.owned_params(twins.model)]
+        storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
+        slack = 512 * len(grads)  # alignment, and what says whether a gradient was there
+        assert sum(storages.values()) <= sum(grad.nbytes for grad in grads) + slack
+
+
+def test_gradients_hold_no_more_than_their_own_memory(ranks):
+    """As views of a buffer that has everybody's gradients, an owner's would keep a whole layer's alive."""
+    ranks(2, run_gradients_hold_no_more_than_their_own_memory)
 
 
 def run_in_bf16():

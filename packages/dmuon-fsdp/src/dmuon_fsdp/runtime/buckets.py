@@ -20,12 +20,6 @@ from dmuon_fsdp.runtime.parameter import DedicatedParam
 _ALIGNMENT = 256  # bytes: where kernels and NCCL like a matrix to begin
 
 
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """Elements up to where the next matrix may begin."""
-    step = max(_ALIGNMENT // dtype.itemsize, 1)
-    return -(-numel // step) * step
-
-
 @dataclass(frozen=True)
 class Slot:
     """A parameter's part of a bucket, in elements."""
@@ -51,12 +45,19 @@ class Layout:
     slots: tuple[Slot, ...]
     numel: int
 
+    @property
+    def spans(self) -> list[int]:
+        """Elements from where each parameter begins to where the next one does."""
+        ends = [*(slot.start for slot in self.slots[1:]), self.numel]
+        return [end - slot.start for slot, end in zip(self.slots, ends, strict=True)]
+
     @classmethod
     def of(cls, owner: Owner, members: Sequence[DedicatedParam], dtype: torch.dtype) -> Layout:
+        step = max(_ALIGNMENT // dtype.itemsize, 1)
         slots, end = [], 0
         for member in members:
             slots.append(Slot(member, end))
-            end += aligned(member.shape.numel(), dtype)
+            end += -(-member.shape.numel() // step) * step
         return cls(owner, tuple(slots), end)
 
 

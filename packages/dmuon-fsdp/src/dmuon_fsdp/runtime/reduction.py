@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dmuon_fsdp.compat import copy_all, divide_all, is_alone
 from dmuon_fsdp.planning.plan import Owner
-from dmuon_fsdp.runtime.buckets import aligned, layouts_of
+from dmuon_fsdp.runtime.buckets import layouts_of
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
 DIRECT_FROM = 1 << 20
@@ -19,11 +19,14 @@ are, which spares a pass over memory. Smaller ones share a buffer, since a colle
 
 
 class Packing:
-    """How the gradients of a group lie in one buffer: for each owner its parameters, then one element for each of them.
+    """How small gradients lie in one buffer for each owner: its parameters, then one element for each of them.
 
     Args:
         members: what is reduced, with or without a gradient on this rank.
         dtype: of the reduction.
+
+    Attributes:
+        pieces: for each owner the elements from one parameter to the next, then those of presence.
     """
 
     def __init__(self, members: Sequence[DedicatedParam], dtype: torch.dtype, device: torch.device) -> None:
@@ -31,14 +34,7 @@ class Packing:
         self.dtype = dtype
         self.device = device
         self.counts = [len(layout.slots) for layout in self.layouts]
-        self.parts: list[int] = []
-        self.pieces: list[int] = []
-        for layout in self.layouts:
-            ends = [slot.start for slot in layout.slots[1:]] + [layout.numel]
-            spans = [end - slot.start for slot, end in zip(layout.slots, ends, strict=True)]
-            presence = aligned(len(spans), dtype)
-            self.parts.append(sum(spans) + presence)
-            self.pieces += [*spans, presence]
+        self.pieces = [[*layout.spans, len(layout.slots)] for layout in self.layouts]
         self._ones: dict[torch.dtype, list[Tensor]] = {}
 
     @property
@@ -64,9 +60,9 @@ class Outgoing:
             where some rank had a gradient.
     """
 
-    parts: list[tuple[Owner, Tensor]]
-    reduced: dict[DedicatedParam, Tensor]
-    presence: dict[Owner, Tensor]
+    parts: list[tuple[Owner, Tensor]] = field(default_factory=list)
+    reduced: dict[DedicatedParam, Tensor] = field(default_factory=dict)
+    presence: dict[Owner, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, packing: Packing, grads: Mapping[DedicatedParam, Tensor], *, cast: bool) -> Outgoing:
@@ -79,7 +75,7 @@ class Outgoing:
 
     @classmethod
     def _direct(cls, packing: Packing, grads: Mapping[DedicatedParam, Tensor]) -> Outgoing:
-        made = cls([], {}, {})
+        made = cls()
         dtype, device = packing.dtype, packing.device
         presences = torch.ones(sum(packing.counts), device=device).split_with_sizes(packing.counts)
         for layout, presence in zip(packing.layouts, presences, strict=True):
@@ -98,21 +94,21 @@ class Outgoing:
 
     @classmethod
     def _packed(cls, packing: Packing, grads: Mapping[DedicatedParam, Tensor]) -> Outgoing:
-        made = cls([], {}, {})
-        flat = torch.empty(sum(packing.parts), dtype=packing.dtype, device=packing.device)
-        pieces = iter(flat.split_with_sizes(packing.pieces))
+        made = cls()
         views, sources, absent = [], [], []
-        for layout, part in zip(packing.layouts, flat.split_with_sizes(packing.parts), strict=True):
+        for layout, sizes in zip(packing.layouts, packing.pieces, strict=True):
+            # A buffer for each owner: its gradients keep their own memory alive and not the others'.
+            part = torch.empty(sum(sizes), dtype=packing.dtype, device=packing.device)
             made.parts.append((layout.owner, part))
-            for index, slot in enumerate(layout.slots):
-                view = made.reduced[slot.member] = slot.shaped(next(pieces))
+            *pieces, made.presence[layout.owner] = part.split_with_sizes(sizes)
+            for index, (slot, piece) in enumerate(zip(layout.slots, pieces, strict=True)):
+                view = made.reduced[slot.member] = slot.shaped(piece)
                 if slot.member in grads:
                     views.append(view)
                     sources.append(grads[slot.member])
                 else:
                     view.zero_()
                     absent.append((layout.owner, index))
-            made.presence[layout.owner] = next(pieces)[: len(layout.slots)]
         ones = packing.ones(sources[0].dtype if sources else packing.dtype)
         copy_all([*views, *made.presence.values()], [*sources, *ones])
         for owner, index in absent:
@@ -146,9 +142,7 @@ class Outgoing:
     def deliver(self, divisor: float) -> None:
         """Hand every parameter its reduced gradient, divided: whole on its owner, no rows elsewhere."""
         own = [member for member in self.reduced if member.is_owner]
-        grads = self._in_own_dtype(own)
-        if divisor != 1:
-            divide_all(grads, divisor)
+        grads = self._divided(own, divisor)
         present = self.presence[own[0].owner].sign().float() if own else ()
         for member, grad, presence in zip(own, grads, present, strict=True):
             member.set_grad(grad, presence)
@@ -156,11 +150,14 @@ class Outgoing:
             if not member.is_owner:
                 member.set_foreign_grad()
 
-    def _in_own_dtype(self, members: Sequence[DedicatedParam]) -> list[Tensor]:
-        """The reduced gradients themselves where they have the parameters' dtype, else cast in one launch."""
-        reduced = [self.reduced[member] for member in members]
-        if all(grad.dtype == member.dtype for grad, member in zip(reduced, members, strict=True)):
-            return reduced
-        cast = [torch.empty_like(grad, dtype=member.dtype) for grad, member in zip(reduced, members, strict=True)]
-        copy_all(cast, reduced)
-        return cast
+    def _divided(self, members: Sequence[DedicatedParam], divisor: float) -> list[Tensor]:
+        """The reduced gradients in the parameters' dtypes: as they are where nothing is to do, else in few launches."""
+        grads = [self.reduced[member] for member in members]
+        dtypes = [member.dtype for member in members]
+        if any(grad.dtype != dtype for grad, dtype in zip(grads, dtypes, strict=True)):
+            cast = [torch.empty_like(grad, dtype=dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+            copy_all(cast, grads)
+            grads = cast
+        if divisor != 1:
+            divide_all(grads, divisor)
+        return grads

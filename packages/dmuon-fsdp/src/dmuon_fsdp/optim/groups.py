@@ -88,6 +88,17 @@ def _check_keys(group: Mapping[str, Any], name: str) -> None:
         )
 
 
+def describe_group(group: Mapping[str, Any]) -> str:
+    """A group in one line, without the names of its parameters."""
+    algorithm = group["algorithm"]
+    foreign = set(_ADAMW_KEYS if algorithm == "muon" else _MUON_KEYS) - set(
+        _MUON_KEYS if algorithm == "muon" else _ADAMW_KEYS
+    )
+    hidden = {"params", "param_names", "group_name", "algorithm", *foreign}
+    options = ", ".join(f"{key}={_plain(value)!r}" for key, value in sorted(group.items()) if key not in hidden)
+    return f"{group['group_name']}: {algorithm}, {len(group['params'])} parameters, {options}"
+
+
 def digest_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line a parameter, with its group's options; equal on ranks that agree."""
     lines = []

@@ -25,7 +25,7 @@ from dmuon_fsdp.comm.agree import agree_on
 from dmuon_fsdp.compat import local_tensor
 from dmuon_fsdp.optim.average import averages_of
 from dmuon_fsdp.optim.clipping import Gradients, check_limit, clip_, refuse_unreduced
-from dmuon_fsdp.optim.groups import Entry, build_groups, digest_lines, entries_of
+from dmuon_fsdp.optim.groups import Entry, build_groups, describe_group, digest_lines, entries_of
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Registration
@@ -145,6 +145,17 @@ class Muon(Optimizer):
         except RuntimeError as error:
             self.param_groups.pop()
             raise ValueError(str(error)) from None
+
+    def __repr__(self) -> str:
+        rows = [f"    {describe_group(group)}" for group in self.param_groups]
+        return "\n".join([f"{type(self).__name__} (", *rows, ")"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ValueError(
+            "dmuon.Muon cannot be pickled or copied: it holds process groups, and of the state what this rank owns. "
+            "Save optimizer.state_dict() and model.state_dict() with torch.distributed.checkpoint, or make another "
+            "dmuon.Muon for another model"
+        )
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         try:

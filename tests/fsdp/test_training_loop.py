@@ -1,0 +1,129 @@
+"""What training loops do with an optimizer: GradScaler, schedulers over groups, copies. Cases 17 and 18 a."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import dmuon
+from fsdp.models import Toy, Twins, next_token_loss, wrap
+from fsdp.test_hsdp import wrap_hsdp
+
+# --- GradScaler
+
+
+def scaled_steps(replicas, shards):
+    twins = Twins(wrapping=wrap_hsdp, replicas=replicas, shards=shards)
+    twins.optimizers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    for step in range(3):
+        twins.zero_grad()
+        scaler.scale(next_token_loss(twins.model, twins.rank, step)).backward()
+        twins.reference_backward(lambda model, rank, step=step: next_token_loss(model, rank, step))
+        scaler.unscale_(twins.optimizer)
+        dmuon.clip_grad_norm_(twins.optimizer, 0.5)
+        nn.utils.clip_grad_norm_(twins.reference.parameters(), 0.5)
+        twins.check_gradients()
+        scaler.step(twins.optimizer)
+        twins.reference_optimizer.step()
+        scaler.update()
+    twins.check_weights()
+    before = {name: p.full_tensor().clone() for name, p in twins.model.named_parameters()}
+    found = {}
+    for kind in ("dedicated", "sharded"):
+        twins.optimizer.zero_grad()
+        scaler.scale(next_token_loss(twins.model, twins.rank, 9)).backward()
+        owned, sharded = dmuon.owned_params(twins.model)[0].param, twins.model.lm_head.weight
+        spoil = owned.grad.local if kind == "dedicated" else sharded.grad.to_local()
+        if twins.rank == 1:
+            spoil[0, 0] = torch.inf
+        scale = scaler.get_scale()
+        scaler.step(twins.optimizer)
+        scaler.update()
+        found[kind] = scaler.get_scale() / scale
+    for name, p in twins.model.named_parameters():
+        assert torch.equal(p.full_tensor(), before[name]), f"{name} was stepped"
+    return found
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 2)])
+def test_a_grad_scaler_steps_or_skips_on_all_ranks_alike(ranks, replicas, shards):
+    """An infinity that one rank alone has would let the others step."""
+    for found in ranks(replicas * shards, scaled_steps, replicas, shards):
+        assert found == {"dedicated": 0.5, "sharded": 0.5}
+
+
+# --- schedulers
+
+
+def schedules():
+    model = wrap(Toy())
+    groups = [{"params": "blocks.0.*", "group_name": "first", "muon_lr": torch.tensor(0.04), "adamw_lr": 2e-3}]
+    optimizer = dmuon.Muon(model, 0.02, adamw_lr=1e-3, param_groups=groups)
+    names = [group["group_name"] for group in optimizer.param_groups]
+    initial = [float(group["lr"]) for group in optimizer.param_groups]
+    next_token_loss(model, dist.get_rank()).backward()
+    scheduler = LambdaLR(optimizer, [lambda step, f=f: f**step for f in (0.5, 0.25, 0.5, 0.25)])
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    for make in (
+        lambda: OneCycleLR(optimizer, [0.1] * 4, total_steps=10),
+        lambda: CyclicLR(optimizer, [1e-3] * 4, [0.1] * 4, cycle_momentum=True),
+        lambda: ReduceLROnPlateau(optimizer, patience=0),
+    ):
+        optimizer.param_groups[0]["lr"] = 0.04
+        scheduler = make()
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step(1.0)
+    momenta = [group["momentum"] for group in optimizer.param_groups if group["algorithm"] == "muon"]
+    betas = [group["betas"][0] for group in optimizer.param_groups if group["algorithm"] == "adamw"]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "group_name": "extra"})
+    return names, initial, rates, momenta, betas, optimizer.param_groups[-1]["lr"]
+
+
+def test_schedulers_see_every_group_as_it_is(ranks):
+    first, second = ranks(2, schedules)
+    assert first == second
+    names, initial, rates, momenta, betas, extra = first
+    assert names == ["first/muon", "first/adamw", "muon", "adamw"]
+    assert initial == pytest.approx([0.04, 2e-3, 0.02, 1e-3])
+    factors = [0.25, 0.0625, 0.25, 0.0625]
+    assert rates == pytest.approx([a * b for a, b in zip(initial, factors, strict=True)])
+    assert momenta == [0.95, 0.95], "what cycles is AdamW's beta: torch decides by the optimizer's defaults"
+    assert all(beta != 0.9 for beta in betas)
+    assert extra == 1e-3
+
+
+# --- copies and text
+
+
+def copies_and_text():
+    model = wrap(Toy())
+    optimizer = dmuon.Muon(model, torch.tensor(0.02))
+    said = []
+    for act in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(ValueError, match=r"cannot be pickled or copied.*torch\.distributed\.checkpoint"):
+            act(optimizer)
+    said.append(repr(optimizer))
+    return said
+
+
+def test_an_optimizer_is_not_pickled_and_says_in_short_what_it_is(ranks):
+    for (text,) in ranks(2, copies_and_text):
+        lines = text.splitlines()
+        assert lines[0] == "Muon ("
+        assert lines[1].startswith("    muon: muon, 14 parameters, adjust_lr_fn='match_rms_adamw', lr=0.0")
+        assert "betas" not in lines[1]
+        assert "blocks.0" not in text
+        assert "eps=1e-08" in lines[2]
+        assert "momentum" not in lines[2]

@@ -27,6 +27,8 @@ from dmuon_fsdp.api import (
     uninstall_patch,
     wait_for_publish,
 )
+from dmuon_fsdp.checkpoint.model_dict import get_model_state_dict, set_model_state_dict
+from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from dmuon_fsdp.optim.muon import Muon
 from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.plan import Owner, OwnershipPlan
@@ -51,7 +53,9 @@ __all__ = [
     "dedicated_params",
     "direct_newton_schulz",
     "get_backend_status",
+    "get_model_state_dict",
     "get_ns_backend",
+    "get_optimizer_state_dict",
     "gram_newton_schulz",
     "ignored_params",
     "init_weights",
@@ -61,6 +65,8 @@ __all__ = [
     "owned_params",
     "publish",
     "reset",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "uninstall_patch",
     "wait_for_publish",
 ]

@@ -345,4 +345,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], None] | None = None
     Args:
         fn: ``fn(module)`` initialises the module's own parameters and buffers; None calls ``reset_parameters``.
     """
-    initialize(registration_of(model), fn)
+    registration = registration_of(model)
+    initialize(registration, fn)
+    for optimizer in registration.optimizers:
+        optimizer.create_state()  # what it could not do for a model on meta

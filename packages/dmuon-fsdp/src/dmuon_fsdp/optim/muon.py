@@ -26,6 +26,7 @@ from dmuon_fsdp.compat import local_tensor
 from dmuon_fsdp.optim.average import averages_of
 from dmuon_fsdp.optim.clipping import Gradients, check_limit, clip_, refuse_unreduced
 from dmuon_fsdp.optim.groups import Entry, build_groups, describe_group, digest_lines, entries_of
+from dmuon_fsdp.optim.state import Loaded, StateRules, create_missing, read_state_dict, refresh
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Registration
@@ -121,6 +122,59 @@ class Muon(Optimizer):
         super().__init__(groups, {**adamw_options, **muon, "algorithm": "muon"})
         for registration in self._registrations:
             registration.optimizers.add(self)
+        self._begun = False
+        self.create_state()
+
+    def create_state(self) -> None:
+        """State for every trained parameter that has none, zeros, without a step and without communication.
+
+        The constructor does it, and ``dmuon.init_weights`` for a model that was on meta.
+        """
+        create_missing(self.state, self.param_groups, self._rules)
+
+    @property
+    def _rules(self) -> StateRules:
+        return StateRules(self.momentum_dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: state by position, here with ``param_names`` in the groups, the same keys on every rank.
+
+        Its tensors are this rank's part: dedicated ones are whole on their owner and have no rows elsewhere, and
+        ``torch.save`` of them raises. For a file use :func:`dmuon.get_optimizer_state_dict`, or
+        ``torch.distributed.checkpoint``.
+        """
+        self.create_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with these differences.
+
+        Parameters are found by name where the dict has names, else by position. Momentum keeps this optimizer's dtype
+        and everything its layout and device, whatever the saved tensors': parts of this or another layout, or whole
+        tensors, equal on all ranks. A parameter without an entry begins anew; a frozen one keeps what it has. Nothing
+        changes where the dict does not fit. Call it on all ranks.
+
+        Raises:
+            ValueError: other parameters, groups, keys or shapes; named.
+        """
+        read: list[Loaded] = []
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            read.append(read_state_dict(given, self.state, self.param_groups, self._rules))
+            return {"state": {}, "param_groups": read[0].groups}
+
+        def put(_: Optimizer) -> None:
+            for parameter, state in read[0].state.items():
+                self.state[parameter] = state
+            self.create_state()
+            self._begun = True
+
+        # After the user's pre-hooks, which may replace what is loaded, and before the user's post-hooks.
+        with (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that are not in the model: AdamW, with this optimizer's defaults.
@@ -137,6 +191,8 @@ class Muon(Optimizer):
         group = {**self._defaults_of[group["algorithm"]], **group}
         group.setdefault("group_name", f"group{len(self.param_groups)}/{group['algorithm']}")
         group["params"] = _with_names(group["params"], group["group_name"])
+        if not group["params"]:
+            group["param_names"] = []  # torch takes them from the parameters, and no names for none at all
         self._check_options(group)
         super().add_param_group(group)
         try:
@@ -177,6 +233,9 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         refuse_unreduced(self._registrations, "step")
+        if not self._begun:
+            refresh(self.state, self.param_groups, self._rules)
+            self._begun = True
         for average in self._averages:
             average.reduce()
         if self.max_grad_norm is not None:

@@ -29,7 +29,7 @@ def initialize(registration: Registration, fn: Callable[[nn.Module], None] | Non
     model = registration.model
     registration.rest()
     device = device_of(registration.dedications[0].mesh) if registration.dedications else torch.device("cpu")
-    _materialize(model, device)
+    materialize(model, device)
     with torch.no_grad():
         for name, module in model.named_modules():
             _initialize_module(module, canonical(name), fn)
@@ -37,7 +37,8 @@ def initialize(registration: Registration, fn: Callable[[nn.Module], None] | Non
         member.adopt_replacement()
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Memory for a model that is on meta, in any part; not-a-number in all of it: nothing is taken for a value."""
     tensors = [*model.parameters(), *model.buffers()]
     if not any(tensor.device.type == "meta" for tensor in tensors):
         return

@@ -1,0 +1,1 @@
+"""Maps names to owners and shards: state dicts, checkpoint folders, pretrained weights."""

@@ -1,0 +1,54 @@
+"""What one rank has or cannot do, known to all that share a model: from the first rank to all, and failures alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dmuon_fsdp.comm.agree import gather
+from dmuon_fsdp.comm.groups import Ranks
+
+T = TypeVar("T")
+_KINDS = (FileNotFoundError, KeyError, ValueError, OSError)
+
+
+def broadcast_from_first(tensor: Tensor, ranks: Ranks) -> None:
+    """The first rank's tensor into everybody's: along the first replica, then over the replicas."""
+    if ranks.replicate_rank == 0:
+        dist.broadcast(tensor, group=ranks.shard, group_src=0)
+    if ranks.replicate is not None:
+        dist.broadcast(tensor, group=ranks.replicate, group_src=0)
+
+
+def object_from_first(value: T, ranks: Ranks) -> T:
+    """The first rank's value."""
+    holder = [value]
+    if ranks.replicate_rank == 0:
+        dist.broadcast_object_list(holder, group=ranks.shard, group_src=0)
+    if ranks.replicate is not None:
+        dist.broadcast_object_list(holder, group=ranks.replicate, group_src=0)
+    return holder[0]
+
+
+def all_or_none(work: Callable[[], T], groups: Sequence[ProcessGroup]) -> T:
+    """What ``work()`` returns; where it fails on any rank, every rank raises the first failure.
+
+    For work without collectives, such as reading files.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        failure = error
+    kind = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
+    said = None if failure is None else (kind, str(failure.args[0] if kind is KeyError else failure))
+    first = next((each for each in gather(said, groups) if each is not None), None)
+    if failure is not None:
+        raise failure
+    if first is not None:
+        raise first[0](first[1])
+    return result

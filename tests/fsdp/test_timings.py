@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 import dmuon
 from fsdp.models import Toy, Twins, next_token_loss, wrap
@@ -66,3 +67,16 @@ def test_a_model_without_dedicated_parameters_has_timings_too(ranks):
     """Without groups there was nowhere to record, and reading the timings asked for what had been done."""
     (names,) = ranks(1, timings_of_nothing_dedicated)
     assert "adamw" in names
+
+
+def ranges_of_a_profile() -> set[str]:
+    twins = Twins()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        next_token_loss(twins.model, twins.rank).backward()
+    return {event.key for event in profile.key_averages() if event.key.startswith("dmuon::")}
+
+
+def test_a_profile_names_every_group(ranks):
+    """Ranges are made only while a profile is recorded: then none may be missing, in backward either."""
+    (found,) = ranks(1, ranges_of_a_profile)
+    assert found == {f"dmuon::{what} blocks.{index}" for what in ("gather", "reduce") for index in (0, 1)}

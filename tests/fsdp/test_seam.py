@@ -31,7 +31,7 @@ from dmuon_fsdp.compat import fsdp_controls, param_groups, seam_complaint
 from dmuon_fsdp.runtime import binding
 from dmuon_fsdp.runtime.controls import ACTS, NEUTRAL, WHOLE_MODEL
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
-from fsdp.models import Toy, Twins, is_projection, next_token_loss, tokens, world_mesh, wrap
+from fsdp.models import Block, Toy, Twins, is_projection, next_token_loss, tokens, world_mesh, wrap
 
 REFUSED = {"set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"}
 
@@ -225,6 +225,38 @@ def containers_train(mesh_option):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_layers_that_are_containers_train_like_any_other(ranks, reshard):
     assert ranks(2, containers_train, reshard) == [(4, 4)] * 2
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x_BTD):
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return x_BTD
+
+
+def stages_of_blocks():
+    def wrapping(model):
+        mesh = world_mesh()
+        dmuon.dedicate_params(model, mesh, lambda name, p: p.ndim == 2 and "embed" not in name)
+        for stage in model.blocks:
+            for block in stage.blocks:
+                imported_before_dmuon(block, mesh=mesh)
+        return imported_before_dmuon(model, mesh=mesh)
+
+    twins = Twins(lambda: Toy(Stage), wrapping=wrapping)
+    twins.backward()
+    twins.check_gradients()
+    return {group.name: group.frees_after_forward for group in twins.registration.state.groups}
+
+
+def test_a_stage_of_sharded_blocks_is_freed_after_its_forward_and_what_is_the_roots_is_kept(ranks):
+    """Boundaries are the stages; as parts of the root alone, both would stay whole from forward to backward."""
+    for found in ranks(2, stages_of_blocks):
+        assert found == {"blocks.0": True, "blocks.1": True, "lm_head": False}
 
 
 # --- two models, users' ignored parameters, the way without a patch

@@ -63,8 +63,8 @@ def dedicate_params(
         replicate_mesh: for HSDP, the replicate dimension of the 2-D mesh that ``fully_shard`` gets. Every rank of every
             replica may own: gradients are reduced within replicas, then over them, and new weights come back.
         reshard_after_forward: free other ranks' weights after forward; None does as the covering ``fully_shard``.
-        hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None takes the elements of repeated
-            containers.
+        hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None takes the outermost
+            elements of repeated containers.
         hook_boundary_strict: raise where a predicate of yours gives a parameter no boundary.
         mp_policy: compute, reduce and output dtypes; None does as the covering ``fully_shard``.
         param_policy: routes, matrix views and dtypes by name, a list of :class:`ParamPolicy` of which a later one wins,

@@ -238,8 +238,9 @@ class Registration:
             module, cover = found
             mp_policy = wanted.mp_policy or cover.mp_policy
             if reshard is None:
-                # FSDP2 keeps the weights of its root, which the backward needs first.
-                reshard = cover.reshard_after_forward and not (cover.automatic and self._is_root(module))
+                # FSDP2 keeps the weights of its root, which the backward needs first and which are few.
+                kept = cover.automatic and self._is_root(module) and not self._holds_covers(boundary)
+                reshard = cover.reshard_after_forward and not kept
         param_dtype = wanted.param_dtype or mp_policy.param_dtype
         return Policy(
             param_dtype,
@@ -251,6 +252,11 @@ class Registration:
 
     def _is_root(self, module: nn.Module) -> bool:
         return module is unwrap_data_parallel(self.model)
+
+    def _holds_covers(self, boundary: str) -> bool:
+        """Whether ``fully_shard`` was called on parts of a boundary, as on the blocks of a stage."""
+        own = self.module_at(boundary)
+        return not self._is_root(own) and any(part in self.covers for part in own.modules() if part is not own)
 
     def _check_cover(
         self, boundary: str, specs: Sequence[ParamSpec], dedication: Dedication, module: nn.Module, cover: Cover

@@ -117,15 +117,15 @@ def wrap(
         replicate, row = mesh["replicate"], mesh["shard"]
         dmuon.dedicate_params(model, row, predicate, replicate_mesh=replicate, **(dedicate or {}))
     if not outside:
-        _checkpoint_blocks(model, checkpoint)
+        checkpoint_blocks(model, checkpoint)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **shard)
     if outside:
-        _checkpoint_blocks(model, checkpoint)
+        checkpoint_blocks(model, checkpoint)
     return fully_shard(model, mesh=mesh, **shard)
 
 
-def _checkpoint_blocks(model: nn.Module, kind: str) -> None:
+def checkpoint_blocks(model: nn.Module, kind: str) -> None:
     if kind != "none":
         implementation = CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT
         for index, block in enumerate(model.blocks):

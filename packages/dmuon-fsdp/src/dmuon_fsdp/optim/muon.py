@@ -26,6 +26,7 @@ from dmuon_fsdp.compat import local_tensor
 from dmuon_fsdp.optim.average import averages_of
 from dmuon_fsdp.optim.clipping import Gradients, check_limit, clip_, refuse_unreduced
 from dmuon_fsdp.optim.groups import Entry, build_groups, describe_group, digest_lines, entries_of
+from dmuon_fsdp.optim.masters import Masters, master_dtypes
 from dmuon_fsdp.optim.state import Loaded, StateRules, create_missing, read_state_dict, refresh
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.runtime import registry
@@ -123,6 +124,7 @@ class Muon(Optimizer):
         for registration in self._registrations:
             registration.optimizers.add(self)
         self._begun = False
+        self._masters = Masters()
         self.create_state()
 
     def create_state(self) -> None:
@@ -134,7 +136,7 @@ class Muon(Optimizer):
 
     @property
     def _rules(self) -> StateRules:
-        return StateRules(self.momentum_dtype)
+        return StateRules(self.momentum_dtype, master_dtypes(list(self._dedicated().values())))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: state by position, here with ``param_names`` in the groups, the same keys on every rank.
@@ -166,6 +168,7 @@ class Muon(Optimizer):
         def put(_: Optimizer) -> None:
             for parameter, state in read[0].state.items():
                 self.state[parameter] = state
+            self._masters.forget()
             self.create_state()
             self._begun = True
 
@@ -247,6 +250,7 @@ class Muon(Optimizer):
                     self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group)
             else:
                 with self._timed("adamw"):
+                    _refuse_gone(group, [isinstance(p, OwnedTensor) and p not in known for p in group["params"]])
                     self._adamw_step([p for p in group["params"] if p.grad is not None], group, known)
         for registration in self._registrations:
             with self._timed("publish"):
@@ -300,8 +304,9 @@ class Muon(Optimizer):
         owned = [(member, buffer) for member, buffer in zip(members, buffers, strict=True) if member.is_owner]
         if not owned:
             return
+        masters = self._masters.of([member for member, _ in owned], self.state)
         muon_update_(
-            [member.owned.local for member, _ in owned],
+            [masters.get(member, member.owned.local) for member, _ in owned],
             [cast(OwnedTensor, member.param.grad).local for member, _ in owned],
             [buffer.local for _, buffer in owned],
             lr=group["lr"],
@@ -314,6 +319,7 @@ class Muon(Optimizer):
             views=[member.view for member, _ in owned],
             presence=[member.presence for member, _ in owned],
         )
+        self._masters.write_back(masters)
 
     def _momentum_buffer(self, parameter: nn.Parameter) -> OwnedTensor:
         state = self.state[parameter]
@@ -324,23 +330,35 @@ class Muon(Optimizer):
     def _adamw_step(
         self, parameters: Sequence[nn.Parameter], group: dict[str, Any], known: Mapping[nn.Parameter, DedicatedParam]
     ) -> None:
-        presence = {p: known[p].presence for p in parameters if p in known and known[p].is_owner}
-        for parameter, present in presence.items():
-            if present is not None:
-                adamw_step([parameter], group, self.state, local=_local, fused=True, found_inf=1 - present)
-        unconditional = [p for p in parameters if presence.get(p) is None]
-        for batch in _by_device(unconditional):
-            adamw_step(batch, group, self.state, local=_local, fused=_on_cuda(batch[0]) or None)
+        members = [known[parameter] for parameter in parameters if parameter in known]
+        masters = self._masters.of(members, self.state)
+        stepped = {id(member.param): master for member, master in masters.items()}
+        stepped |= {id(m.param.grad): _local(cast(Tensor, m.param.grad)).to(w.dtype) for m, w in masters.items()}
+
+        def local(tensor: Tensor) -> Tensor:
+            return stepped.get(id(tensor), _local(tensor))
+
+        presence = {member.param: member.presence for member in members if member.is_owner}
+        conditional = {parameter: present for parameter, present in presence.items() if present is not None}
+        for parameter, present in conditional.items():
+            adamw_step([parameter], group, self.state, local=local, fused=True, found_inf=1 - present)
+        for batch in _by_device([p for p in parameters if p not in conditional]):
+            adamw_step(batch, group, self.state, local=local, fused=_on_cuda(batch[0]) or None)
+        self._masters.write_back(masters)
 
 
 def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:
-    gone = next((i for i, parameter in enumerate(group["params"]) if parameter not in known), None)
-    if gone is not None:
-        raise RuntimeError(
-            f"{group['param_names'][gone]!r} in group {group['group_name']!r} is no dedicated parameter of the model "
-            f"(any more): where load_state_dict(assign=True) or to() replaced it, make dmuon.Muon(model) after that"
-        )
+    _refuse_gone(group, [parameter not in known for parameter in group["params"]])
     return [known[parameter] for parameter in group["params"]]
+
+
+def _refuse_gone(group: Mapping[str, Any], gone: Sequence[bool]) -> None:
+    if any(gone):
+        raise RuntimeError(
+            f"{group['param_names'][gone.index(True)]!r} in group {group['group_name']!r} is no dedicated parameter of "
+            f"the model (any more): where load_state_dict(assign=True) or to() replaced it, make dmuon.Muon(model) "
+            f"after that"
+        )
 
 
 def _on_cuda(parameter: Tensor) -> bool:

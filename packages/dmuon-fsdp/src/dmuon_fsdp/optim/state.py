@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dmuon_fsdp.optim.masters import KEY as MASTER
 from dmuon_fsdp.runtime.layout import laid_out, local_of
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -35,17 +36,22 @@ class StateRules:
 
     Attributes:
         momentum_dtype: dtype of momentum, whatever the parameter's.
+        master_dtypes: of the parameters that are stepped in a wider copy.
     """
 
     momentum_dtype: torch.dtype
+    master_dtypes: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
 
-    def keys(self, algorithm: str) -> tuple[str, ...]:
-        return ("step", "exp_avg", "exp_avg_sq") if algorithm == "adamw" else ("momentum_buffer",)
+    def keys(self, parameter: nn.Parameter, algorithm: str) -> tuple[str, ...]:
+        own = ("step", *_MOMENTS["adamw"]) if algorithm == "adamw" else _MOMENTS["muon"]
+        return (*own, MASTER) if parameter in self.master_dtypes else own
 
     def fresh(self, parameter: nn.Parameter, algorithm: str) -> dict[str, Tensor]:
         """What a parameter has that was never stepped; as torch.optim.AdamW begins, and with no momentum."""
         dtype = self._dtype(parameter, algorithm)
         moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in _MOMENTS[algorithm]}
+        if parameter in self.master_dtypes:
+            moments[MASTER] = parameter.detach().to(self.master_dtypes[parameter])
         if algorithm == "muon":
             return moments
         return {"step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter)), **moments}
@@ -54,18 +60,21 @@ class StateRules:
         """``saved``, which was checked, in the parameter's layout and our dtypes."""
         dtype = self._dtype(parameter, algorithm)
         state = {key: laid_out(saved[key], parameter, dtype=dtype) for key in _MOMENTS[algorithm]}
+        if parameter in self.master_dtypes:
+            state[MASTER] = laid_out(saved[MASTER], parameter, dtype=self.master_dtypes[parameter])
         if algorithm == "muon":
             return state
         step = torch.as_tensor(saved["step"], dtype=torch.float32).detach().reshape(())
         return {"step": step.to(_step_device(parameter), copy=True), **state}
 
     def _dtype(self, parameter: nn.Parameter, algorithm: str) -> torch.dtype:
-        return self.momentum_dtype if algorithm == "muon" else parameter.dtype
+        return self.momentum_dtype if algorithm == "muon" else self.master_dtypes.get(parameter, parameter.dtype)
 
     def fits(self, parameter: nn.Parameter, algorithm: str, state: Mapping[str, Any]) -> bool:
         """Whether fresh state would have these dtypes, on this device."""
         wanted = local_of(parameter).device, self._dtype(parameter, algorithm)
-        return all((local_of(state[key]).device, state[key].dtype) == wanted for key in _MOMENTS[algorithm])
+        moments = all((local_of(state[key]).device, state[key].dtype) == wanted for key in _MOMENTS[algorithm])
+        return moments and (MASTER in state) == (parameter in self.master_dtypes)
 
 
 def _step_device(parameter: nn.Parameter) -> torch.device:
@@ -209,13 +218,13 @@ def _entries(
 def _complaints(entry: _Entry, rules: StateRules) -> Iterator[str]:
     if entry.saved is None:
         return
-    wanted = rules.keys(entry.algorithm)
+    wanted = rules.keys(entry.parameter, entry.algorithm)
     missing = [key for key in wanted if key not in entry.saved]
     extra = [key for key in entry.saved if key not in wanted]
     if missing or extra:
         yield f"{entry.name} has {', '.join(map(repr, entry.saved))} where {', '.join(map(repr, wanted))} belong"
         return
-    for key in _MOMENTS[entry.algorithm]:
+    for key in (key for key in wanted if key != "step"):
         value = entry.saved[key]
         if not isinstance(value, Tensor) or value.shape != entry.parameter.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else repr(value)

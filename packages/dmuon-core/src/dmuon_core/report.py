@@ -8,7 +8,8 @@ import torch
 
 from dmuon_core.newton_schulz import NewtonSchulz
 from dmuon_core.syrk.contract import SyrkSpec
-from dmuon_core.syrk.ladder import KernelChoice, default_device, survey
+from dmuon_core.syrk.discovery import describe_error
+from dmuon_core.syrk.ladder import KernelChoice, Rung, default_device, survey
 
 
 @runtime_checkable
@@ -19,20 +20,30 @@ class HasNewtonSchulz(Protocol):
 
 
 class BackendStatus(TypedDict):
-    """One backend on one device; ``reason`` is empty where it is available."""
+    """One backend on one device; ``reason`` is empty where it is available, ``notes`` may then say how it runs."""
 
     available: bool
     reason: str
     distribution: str
+    notes: str
 
 
 def get_backend_status(device: torch.device | str | None = None) -> dict[str, BackendStatus]:
     """Every known SYRK backend, best first, on ``device`` (None: the current CUDA device, else the CPU). Loads none."""
     where = default_device() if device is None else torch.device(device)
-    return {
-        rung.name: BackendStatus(available=rung.spec is not None, reason=rung.reason, distribution=rung.distribution)
-        for rung in survey(where)
-    }
+    return {rung.name: _status(rung, where) for rung in survey(where)}
+
+
+def _status(rung: Rung, device: torch.device) -> BackendStatus:
+    notes = ""
+    if rung.spec is not None:
+        try:
+            notes = rung.spec.notes(device)
+        except Exception as error:
+            notes = f"its notes failed: {describe_error(error)}"
+    return BackendStatus(
+        available=rung.spec is not None, reason=rung.reason, distribution=rung.distribution, notes=notes
+    )
 
 
 def get_ns_backend(optimizer: HasNewtonSchulz | NewtonSchulz | None = None) -> str:

@@ -84,7 +84,8 @@ def _kernels() -> Iterator[str]:
     except RuntimeError as error:
         yield f"none: {error}"
     for name, status in dmuon_core.get_backend_status().items():
-        yield f"{name:<10} {status['reason'] or 'available'}  [{status['distribution']}]"
+        how = f", {status['notes']}" if status["notes"] else ""
+        yield f"{name:<10} {status['reason'] or 'available'}{how}  [{status['distribution']}]"
 
 
 def _seam() -> Iterator[str]:

@@ -16,7 +16,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--device", help='such as "cuda:1"; the current CUDA device, else the CPU, when left out')
     arguments = parser.parse_args(argv)
     for name, backend in status(arguments.device).items():
-        print(f"{name}: {backend['reason'] or 'available'} ({backend['distribution']})")
+        how = f", {backend['notes']}" if backend["notes"] else ""
+        print(f"{name}: {backend['reason'] or 'available'}{how} ({backend['distribution']})")
 
 
 if __name__ == "__main__":

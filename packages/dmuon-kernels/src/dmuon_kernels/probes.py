@@ -32,24 +32,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def probe_quack(device: torch.device) -> str | None:
     """SM90 and up, with quack-kernels and nvidia-cutlass-dsl in the supported ranges, and Triton for the mirroring."""
-    return (
-        capability_complaint(device, SM90)
-        or package_complaint(QUACK_RANGES, "quack")
-        or _triton_complaint()
-        or toolchain_complaint()
-    )
+    return capability_complaint(device, SM90) or package_complaint(QUACK_RANGES, "quack") or compiler_complaint()
 
 
 def probe_cute_sm80(device: torch.device) -> str | None:
     """SM80 to SM89."""
     return capability_complaint(device, SM80, below=SM90) or not_carried("cute_sm80")
-
-
-def probe_triton(device: torch.device) -> str | None:
-    """SM80 and up with triton and the compiler it needs, or CPU tensors under Triton's interpreter."""
-    if device.type == "cpu":
-        return _interpreter_complaint()
-    return capability_complaint(device, SM80) or _triton_complaint() or toolchain_complaint()
 
 
 def not_carried(name: str) -> str | None:
@@ -103,12 +91,18 @@ def _triton_complaint() -> str | None:
     return None
 
 
+def compiler_complaint() -> str | None:
+    """Why Triton cannot compile kernels here, or None."""
+    return _triton_complaint() or toolchain_complaint()
+
+
 def interpreter_is_on() -> bool:
     """Whether Triton interprets its kernels, as it decides when they are imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in _TRITON_TRUE
 
 
-def _interpreter_complaint() -> str | None:
+def probe_interpreter() -> str | None:
+    """CPU tensors, under Triton's interpreter."""
     if not interpreter_is_on():
         return "needs an NVIDIA GPU, this device is cpu (there only for debugging, under TRITON_INTERPRET=1)"
     return _triton_complaint()

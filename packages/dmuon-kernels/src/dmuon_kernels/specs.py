@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from dmuon_core.syrk.contract import NormalizeFn, SyrkFn, SyrkSpec
+from dmuon_kernels import routes
 from dmuon_kernels.probes import (
     has_tma,
     is_k_major,
     not_carried,
     probe_cute_sm80,
     probe_quack,
-    probe_triton,
     quack_rejects,
     tma_complaint,
-    triton_rejects,
 )
 from dmuon_kernels.quack_config import quack_candidates
 from dmuon_kernels.triton_config import tma_candidates
@@ -83,9 +82,10 @@ TRITON = SyrkSpec(
     CONTRACT,
     "DMuon internal",
     70,
-    probe_triton,
+    routes.probe_triton,
     _load_triton,
-    triton_rejects,
+    routes.rejects,
     triton_configs,
     normalize=_load_normalize,
+    notes=routes.describe,
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dmuon_core.syrk.contract import Scalar, check_operands, check_scalars
 from dmuon_kernels.probes import has_tma, tma_complaint, triton_rejects
+from dmuon_kernels.routes import lasting_compiler_complaint, run
 from dmuon_kernels.triton_config import AnyConfig, TritonConfig, choose_config, choose_tma_config, parse_config
 from dmuon_kernels.triton_launch import (
     Launch,
@@ -67,15 +68,16 @@ def triton_syrk(
     if d.numel() == 0:
         return d
     reads_c = isinstance(beta, Tensor) or beta != 0.0
-    a_BMK, d_BMM = _as_batch(a), _as_batch(d)
+    a_BMK, d_BMM = _as_batch(a), _stored(d)
     b_BMK = None if b is None else _as_batch(b)
     c_BMM = _as_batch(c) if c is not None and reads_c else None
     operands = Operands(a_BMK, b_BMK, c_BMM, d_BMM, Scalars.of(alpha, beta))
     if isinstance(config, str):
         config = parse_config(config)
-    _run(_plan(operands, config or _choose(operands), sms, tile_step), a.device)
+    launch = _plan(operands, config or _choose(operands), sms, tile_step)
+    with _on_device(a.device):
+        run(launch, a.device)
     if d_BMM.data_ptr() != d.data_ptr():
-        # The leading dimensions of ``out`` do not collapse into one: the result is in a copy.
         d.copy_(d_BMM.view(d.shape))
     return d
 
@@ -83,6 +85,13 @@ def triton_syrk(
 def _as_batch(x: Tensor) -> Tensor:
     """[*, M, N] as [B, M, N]: a view where the leading dimensions collapse into one, else a copy."""
     return x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+
+
+def _stored(d: Tensor) -> Tensor:
+    """``d`` as [B, M, M], or other memory for the result where no kernel stores into ``d``."""
+    if d.is_cuda and d.stride(-1) != 1 and lasting_compiler_complaint() is not None:
+        return d.new_empty((d.shape[:-2].numel(), *d.shape[-2:]))
+    return _as_batch(d)
 
 
 def _choose(x: Operands) -> AnyConfig:
@@ -107,13 +116,6 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _run(launch: Launch, device: torch.device) -> None:
-    from dmuon_kernels.triton_jit import run
-
-    with _on_device(device):
-        run(launch)
-
-
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Kernels are launched on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -72,6 +72,11 @@ def no_prediction(batch: int, m: int, k: int, device: torch.device) -> float | N
     return None
 
 
+def no_notes(device: torch.device) -> str:
+    """The ``notes`` of a backend that has nothing to add."""
+    return ""
+
+
 @dataclass(frozen=True)
 class SyrkSpec:
     """A backend, as a value. Building one imports nothing heavy and touches no device.
@@ -90,6 +95,7 @@ class SyrkSpec:
             backend expects on ``device``, None where it has no model. Orders the backends for shapes nobody measured.
         normalize: returns a fused norm and cast that runs where the backend does; may import what it needs and may
             raise anything. None where the backend brings none.
+        notes: ``notes(device)`` says how it runs on a device where its probe found nothing against it, for people.
     """
 
     name: str
@@ -102,6 +108,7 @@ class SyrkSpec:
     configs: Callable[[Tensor, Tensor | None, Tensor | None], Sequence[str]] = one_config
     predict: Callable[[int, int, int, torch.device], float | None] = no_prediction
     normalize: Callable[[], NormalizeFn] | None = None
+    notes: Callable[[torch.device], str] = no_notes
 
 
 def with_config(fn: SyrkFn, config: str | None) -> SyrkFn:

@@ -20,7 +20,7 @@ from dmuon_kernels.triton_syrk import triton_syrk
 def orthogonalize() -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     ns, errors = NewtonSchulz(kernel="triton"), {}
-    for shape in ((512, 2048), (2048, 512), (96, 96), (1000, 300)):
+    for shape in ((256, 768), (768, 256), (96, 96), (300, 100)):
         x = torch.randn(shape, generator=generator)
         runs = [ns(x.cuda()).cpu() for _ in range(3)]  # eager, captured, replayed
         assert all(torch.equal(run, runs[0]) for run in runs)
@@ -32,6 +32,8 @@ def orthogonalize() -> dict[str, object]:
 
 def main() -> None:
     device = torch.device("cuda")
+    # Beside other tests' threads, more would only wait.
+    torch.set_num_threads(2)
     refused = []
     for case in syrk_cases():
         refusal = run_syrk_case(triton_syrk, case, device, rejects=specs.TRITON.rejects)

@@ -109,7 +109,7 @@ class Kernel:
     def launch(self, parameters: bytes, programs: int, device: int, stream: int) -> None:
         """Enqueue ``programs`` programs on a stream (its handle) of the current device, whose index is ``device``."""
         if device not in self._ready:
-            self._prepare(device)
+            self.prepare(device)
         frame = self._frame()
         ctypes.memmove(frame.parameters, parameters, self._parameter_bytes)
         code = self._enqueue(frame, programs, stream)
@@ -120,7 +120,12 @@ class Kernel:
         if code:
             raise DriverError(f"cuLaunchKernel of {self.entry}", code)
 
-    def _prepare(self, device: int) -> None:
+    def prepare(self, device: int) -> None:
+        """What a device's first launch needs; a driver that loads late says here that it cannot.
+
+        Raises:
+            DriverError: the function does not run there.
+        """
         ordinal = _int()
         _call("cuDeviceGet", ctypes.byref(ordinal), device)
         _call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED_BYTES, self.shared, self.handle, ordinal)

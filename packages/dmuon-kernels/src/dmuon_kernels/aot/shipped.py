@@ -42,6 +42,14 @@ class ShippedKernel:
             shared=artefact.shared,
         )
 
+    def prepare(self, device: int) -> None:
+        """Load for the device with this index.
+
+        Raises:
+            driver.DriverError: it does not run there.
+        """
+        self._kernel.prepare(device)
+
     def launch(self, launch: Launch, device: int) -> None:
         """Enqueue on the current stream of the current device, whose index is ``device``."""
         values: list[float | bytes] = []
@@ -124,7 +132,7 @@ def find(launch: Launch, device: torch.device) -> tuple[ShippedKernel, Launch] |
     if architecture is None or architecture in _broken:
         return None
     launch = canonical(launch)
-    kernel = _kernel_for(architecture, launch)
+    kernel = _kernel_for(architecture, launch, device)
     return None if kernel is None else (kernel, launch)
 
 
@@ -135,7 +143,7 @@ def _usable_architecture(device: torch.device) -> int | None:
     return ARCHITECTURE_OF[torch.cuda.get_device_capability(device)]
 
 
-def _kernel_for(architecture: int, launch: Launch) -> ShippedKernel | None:
+def _kernel_for(architecture: int, launch: Launch, device: torch.device) -> ShippedKernel | None:
     variant = variant_of(launch)
     manifest = read_manifest()
     if variant is None or manifest is None:
@@ -146,7 +154,7 @@ def _kernel_for(architecture: int, launch: Launch) -> ShippedKernel | None:
             return kernel
         artefact = manifest.artefacts[architecture].get(candidate)
         if artefact is not None:
-            return _load(architecture, artefact)
+            return _load(architecture, artefact, device)
     return None
 
 
@@ -158,14 +166,16 @@ def _masking_k(variant: Variant) -> Variant:
     )
 
 
-def _load(architecture: int, artefact: Artefact) -> ShippedKernel | None:
+def _load(architecture: int, artefact: Artefact, device: torch.device) -> ShippedKernel | None:
     key = (architecture, artefact.variant)
     with _loading:
         if key not in _loaded:
             try:
-                _loaded[key] = ShippedKernel(artefact, read_cubin(architecture, artefact))
+                kernel = ShippedKernel(artefact, read_cubin(architecture, artefact))
+                kernel.prepare(torch.cuda.current_device() if device.index is None else device.index)
+                _loaded[key] = kernel
             except Exception as error:
-                if _loaded:
+                if any(loaded == architecture for loaded, _ in _loaded):
                     raise
                 _broken[architecture] = f"the first one did not load: {error}"
                 warn_once(f"dmuon: the kernels that ship for sm_{architecture} are left out: {error}")

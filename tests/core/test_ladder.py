@@ -345,3 +345,18 @@ def test_status_has_every_backend_with_a_reason():
     assert status["torch"]["available"]
     assert "CUDA devices only" in status["cublas"]["reason"]
     assert dmuon_core.__version__
+
+
+def test_status_says_how_an_available_backend_runs(machine):
+    """Notes are for people: one that fails must not take the status with it, and a missing backend has none."""
+
+    def broken(device):
+        raise AssertionError("kaboom")
+
+    absent = spec("absent", 40, probe=no("no card"), notes=lambda device: "fine")
+    machine([spec("noted", 60, notes=lambda device: f"well on {device}"), spec("broken", 50, notes=broken), absent])
+    status = get_backend_status("cpu")
+    assert status["noted"]["notes"] == "well on cpu"
+    assert status["broken"]["notes"] == "its notes failed: AssertionError: kaboom"
+    assert (status["absent"]["reason"], status["absent"]["notes"]) == ("no card", "")
+    assert status["torch"]["notes"] == ""

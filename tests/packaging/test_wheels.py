@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import lzma
 import re
 import sys
 import zipfile
@@ -79,6 +81,22 @@ def test_installed_outside_the_checkout(wheels: Path, new_venv: Callable[[], Ven
     kernels = ENTRY_POINTS if "dmuon-kernels" in chosen else set()
     assert set(report["entry points"]) == kernels
     assert set(report["status"]) == {"cublas", "torch"} | kernels
+
+
+def test_compiled_kernels_are_in_the_wheel(wheels: Path) -> None:
+    """Data files are forgotten in silence; a wheel for one platform alone would be missing on all others."""
+    path = wheel(wheels, "dmuon-kernels")
+    assert path.name.endswith("-py3-none-any.whl")
+    assert path.stat().st_size < 3_000_000
+    with zipfile.ZipFile(path) as archive:
+        folder = "dmuon_kernels/aot/cubins"
+        manifest = json.loads(archive.read(f"{folder}/manifest.json"))
+        for name, sha256 in manifest["sources"].items():
+            assert hashlib.sha256(archive.read(f"dmuon_kernels/{name}")).hexdigest() == sha256
+        for architecture, artefacts in manifest["artefacts"].items():
+            cubins = lzma.decompress(archive.read(f"{folder}/sm_{architecture}.xz"))
+            last = artefacts[-1]
+            assert last["offset"] + last["size"] == len(cubins)
 
 
 def test_versions_are_those_of_the_pyprojects(sources: Path, wheels: Path) -> None:

@@ -18,7 +18,8 @@ def main() -> None:
     except KernelUnavailableError as error:
         parser.exit(1, f"{error}\n")
     for name, status in get_backend_status(arguments.device).items():
-        print(f"  {name:<10} {status['reason'] or 'available'}  [{status['distribution']}]")
+        how = f", {status['notes']}" if status["notes"] else ""
+        print(f"  {name:<10} {status['reason'] or 'available'}{how}  [{status['distribution']}]")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import json
 import lzma
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from importlib.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from dmuon_kernels.aot.variant import Variant
@@ -28,6 +27,9 @@ ARCHITECTURE_OF = {(8, 0): 80, (8, 6): 86, (8, 9): 86, (9, 0): 90}
 """Compute capability of a device to the one whose cubins it runs."""
 
 THREADS_PER_WARP = 32
+
+_FOLDER = Path(__file__).parent / "cubins"
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,6 @@ class Manifest:
     artefacts: dict[int, dict[Variant, Artefact]]
 
 
-def folder() -> Traversable:
-    return resources.files("dmuon_kernels.aot") / "cubins"
-
-
 def archive_name(architecture: int) -> str:
     return f"sm_{architecture}.xz"
 
@@ -104,20 +102,19 @@ def read_manifest() -> Manifest | None:
     Raises:
         ValueError: it is not one that this version reads.
     """
-    file = folder() / "manifest.json"
+    file = _FOLDER / "manifest.json"
     return parse(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 @functools.cache
 def source_hashes() -> dict[str, str]:
     """SHA-256 of the kernels' sources as installed."""
-    package = resources.files("dmuon_kernels")
-    return {name: hashlib.sha256((package / name).read_bytes()).hexdigest() for name in SOURCES}
+    return {name: hashlib.sha256((_PACKAGE / name).read_bytes()).hexdigest() for name in SOURCES}
 
 
 @functools.lru_cache(maxsize=1)
 def _archive(architecture: int) -> bytes:
-    return lzma.decompress((folder() / archive_name(architecture)).read_bytes())
+    return lzma.decompress((_FOLDER / archive_name(architecture)).read_bytes())
 
 
 def read_cubin(architecture: int, artefact: Artefact) -> bytes:

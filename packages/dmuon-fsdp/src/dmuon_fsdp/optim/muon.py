@@ -239,6 +239,7 @@ class Muon(Optimizer):
         if not self._begun:
             refresh(self.state, self.param_groups, self._rules)
             self._begun = True
+        self.create_state()  # of what was thawed
         for average in self._averages:
             average.reduce()
         if self.max_grad_norm is not None:

@@ -87,7 +87,7 @@ def create_missing(state: State, groups: Sequence[Group], rules: StateRules) -> 
     """Fresh state for every parameter that is trained and has none; parameters on meta wait."""
     for group in groups:
         for parameter in group["params"]:
-            if parameter.requires_grad and parameter.device.type != "meta" and not state.get(parameter):
+            if not state.get(parameter) and parameter.requires_grad and parameter.device.type != "meta":
                 state[parameter] = rules.fresh(parameter, group["algorithm"])
 
 

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from fsdp.models import WIDTH, Block, Toy, Twins, next_token_loss, on_all_cells, world_mesh
@@ -128,8 +129,60 @@ def check_routed(*, reshard, **mesh):
     assert all(torch.equal(p.full_tensor(), was) for p, was in zip(nobodys, before, strict=True))
 
 
+class RoutedContainers(nn.Module):
+    """Layers without a forward, and in them a list of experts without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(WIDTH),
+                    "up": nn.Linear(WIDTH, WIDTH, bias=False),
+                    "experts": nn.ModuleList(
+                        nn.Sequential(nn.Linear(WIDTH, 48, bias=False), nn.Linear(48, WIDTH, bias=False))
+                        for _ in range(3)
+                    ),
+                }
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x, route):
+        for layer in self.layers:
+            h = layer["up"](layer["norm"](x))
+            x = x + layer["experts"][route](h)
+        return x
+
+
+def wrap_containers(model, **shard):
+    mesh = world_mesh()
+    dmuon.dedicate_params(model, mesh, lambda name, parameter: parameter.ndim == 2)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **shard)
+    return fully_shard(model, mesh=mesh, **shard)
+
+
+def check_routed_containers(*, reshard):
+    twins = Twins(RoutedContainers, wrapping=wrap_containers, reshard_after_forward=reshard)
+    twins.optimizers(weight_decay=0.1)
+
+    def loss(model, rank, step):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        return model(x, route=(rank + step) % 2).square().mean()
+
+    for step in range(3):
+        twins.zero_grad()
+        twins.backward(lambda model, rank, step=step: loss(model, rank, step))
+        twins.check_gradients()
+        twins.check_at_rest()
+        twins.step()
+    twins.check_weights()
+
+
 def run_routed():
     on_all_cells(({"reshard": reshard} for reshard in (True, False)), check_routed)
+    on_all_cells(({"reshard": reshard} for reshard in (True, False)), check_routed_containers)
 
 
 def test_experts_in_a_list_that_some_ranks_route_nothing_to(ranks):

@@ -27,6 +27,7 @@ class Packing:
 
     Attributes:
         pieces: for each owner the elements from one parameter to the next, then those of presence.
+        is_large: a collective of its own pays for each gradient.
     """
 
     def __init__(self, members: Sequence[DedicatedParam], dtype: torch.dtype, device: torch.device) -> None:
@@ -35,12 +36,9 @@ class Packing:
         self.device = device
         self.counts = [len(layout.slots) for layout in self.layouts]
         self.pieces = [[*layout.spans, len(layout.slots)] for layout in self.layouts]
+        nbytes = sum(layout.numel for layout in self.layouts) * dtype.itemsize
+        self.is_large = nbytes >= sum(self.counts) * DIRECT_FROM
         self._ones: dict[torch.dtype, list[Tensor]] = {}
-
-    @property
-    def is_large(self) -> bool:
-        """Whether a collective of its own pays for each gradient."""
-        return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize >= sum(self.counts) * DIRECT_FROM
 
     def ones(self, dtype: torch.dtype) -> list[Tensor]:
         """What presence is filled with, of the gradients' dtype: one launch copies both."""

@@ -39,15 +39,15 @@ class Run:
         make: Callable[[], nn.Module] = Toy,
         predicate: Callable[[str, nn.Parameter], bool] = is_projection,
         planning: dmuon.PlanningOptions | None = None,
-        shard: dict[str, Any] | None = None,
+        dedicate: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
         model = make()
         mesh, shards, replicas = mesh_of(sizes or (dist.get_world_size(),))
-        dmuon.dedicate_params(model, shards, predicate, replicate_mesh=replicas, planning=planning)
+        dmuon.dedicate_params(model, shards, predicate, replicate_mesh=replicas, planning=planning, **(dedicate or {}))
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, **(shard or {}))
+            fully_shard(module, mesh=mesh)
         self.model = model
         self.optimizer = dmuon.Muon(model, **{"ns_backend": IN_FP32, **options})
 

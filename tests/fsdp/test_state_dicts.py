@@ -364,6 +364,36 @@ def frozen_unused_and_empty():
         assert (group["lr"], group["mine"], group["params"]) == (0.125, [1, 2], [])
 
 
+class SpareBlock(Block):
+    """The block with a matrix that some steps do not use."""
+
+    spare_used = True
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x_BTD):
+        x_BTD = super().forward(x_BTD)
+        return x_BTD + self.spare(x_BTD) if self.spare_used else x_BTD
+
+
+def steps_of_an_owners_adamw():
+    """Only the owner knows that nobody used a parameter: the count that is saved is the owner's."""
+    policy = [dmuon.ParamPolicy("blocks.*.spare.weight", route="adamw")]
+    run = Run(make=lambda: Toy(block=SpareBlock, depth=1), dedicate={"param_policy": policy})
+    for step, used in enumerate((True, False, False)):
+        run.model.blocks[0].spare_used = used
+        run.train([step])
+    whole = dmuon.get_optimizer_state_dict(run.model, run.optimizer)
+    if whole:
+        assert whole["state"]["blocks.0.spare.weight"]["step"] == 1
+        assert whole["state"]["norm.weight"]["step"] == 3
+    target = Run(make=lambda: Toy(block=SpareBlock, depth=1), dedicate={"param_policy": policy}, seed=5)
+    dmuon.set_optimizer_state_dict(target.model, target.optimizer, whole)
+    assert_same(target.state(), run.state())
+
+
 def other_groups():
     """Groups are paired by the names in them; where that is not clear, an error says so."""
     wanted = [{"params": "blocks.0.*", "group_name": "first", "lr": 0.3}]
@@ -446,6 +476,7 @@ def test_what_does_not_fit_is_named_on_all_ranks_and_nothing_is_written(ranks, k
 def names_and_groups():
     by_name()
     frozen_unused_and_empty()
+    steps_of_an_owners_adamw()
     other_groups()
 
 

@@ -27,6 +27,7 @@ from dmuon_fsdp.api import (
     uninstall_patch,
     wait_for_publish,
 )
+from dmuon_fsdp.checkpoint.folder import load_checkpoint, save_checkpoint
 from dmuon_fsdp.checkpoint.model_dict import get_model_state_dict, set_model_state_dict
 from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from dmuon_fsdp.optim.muon import Muon
@@ -60,11 +61,13 @@ __all__ = [
     "ignored_params",
     "init_weights",
     "install_patch",
+    "load_checkpoint",
     "newton_schulz",
     "no_sync",
     "owned_params",
     "publish",
     "reset",
+    "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "uninstall_patch",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -24,9 +26,11 @@ from dmuon_fsdp.checkpoint.sources import (
     sharded,
     spec_of,
 )
+from dmuon_fsdp.comm.groups import Ranks
 from dmuon_fsdp.comm.together import all_or_none
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.layout import laid_out, local_of, whole_of
+from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 
 Group = Mapping[str, Any]
 _SOURCE = "the optimizer state dict"
@@ -54,6 +58,7 @@ def get_optimizer_state_dict(
     listed = _listed(optimizers)
     for optimizer in listed:
         check_members(model, optimizer)
+        share_steps(optimizer, ranks)
     parts = dsd.get_optimizer_state_dict(model, listed, submodules=submodules, options=sharded(options))
     return collect(parts, options, ranks)  # type: ignore[no-any-return]
 
@@ -90,6 +95,21 @@ def is_ours(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether it is a ``dmuon.Muon`` of this model, which lays tensors out by itself and finds parameters by name."""
     registration = registry.find(model)
     return registration is not None and optimizer in registration.optimizers
+
+
+def share_steps(optimizer: Optimizer, ranks: Ranks) -> None:
+    """The owner's count of steps on every rank: AdamW of an owner skips a step in which nobody used the parameter,
+    which the other ranks do not know."""
+    owned = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, OwnedTensor)]
+    states = [(parameter.is_owner, optimizer.state.get(parameter, {})) for parameter in owned]
+    counts = [(mine, state["step"]) for mine, state in states if "step" in state]
+    if not counts:
+        return
+    shared = torch.stack([step if mine else torch.zeros_like(step) for mine, step in counts])
+    for group in ranks.groups:
+        dist.all_reduce(shared, group=group)
+    for (_, step), value in zip(counts, shared, strict=True):
+        step.copy_(value)
 
 
 def check_members(model: nn.Module, optimizer: Optimizer) -> None:
@@ -129,7 +149,7 @@ class _Loading:
         }
 
     def run(self) -> None:
-        self.nested = all_or_none(lambda: _nested(self.given), self.source.ranks.groups)
+        self.nested = all_or_none(lambda: nested_of(self.given), self.source.ranks.groups)
         groups, entries = self.source.known((_plain_groups(self.nested), _outline(self.nested)))
         all_or_none(lambda: self._check(groups, entries), self.source.ranks.groups)
         state = {name: self._laid_out(name, entries[name]) for name in self.names if name in entries}
@@ -184,7 +204,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return whole_of(tensor).detach().cpu()
 
 
-def _nested(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def nested_of(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """torch's flattened form, ``state.<name>.<key>`` and ``param_groups.<name>.<option>``, taken apart."""
     if not given:
         return {"state": {}, "param_groups": []}

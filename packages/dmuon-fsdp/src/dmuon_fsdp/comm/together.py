@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -52,3 +53,12 @@ def all_or_none(work: Callable[[], T], groups: Sequence[ProcessGroup]) -> T:
     if first is not None:
         raise first[0](first[1])
     return result
+
+
+def union(names: Sequence[str], groups: Sequence[ProcessGroup]) -> set[str]:
+    """The names of all ranks. Only digests travel where they are the same."""
+    own = sorted(names)
+    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    if len(set(gather(digest, groups))) == 1:
+        return set(own)
+    return {name for each in gather(own, groups) for name in each}

@@ -1,0 +1,246 @@
+"""Checkpoint folders: written beside the last one and swapped in whole, read and compared before anything changes.
+
+The format is ``torch.distributed.checkpoint``'s, under the names of the unwrapped model: ``model.<name>``,
+``optimizer.state.<name>.<key>``, ``optimizer.param_groups``, and ``extra``. An owner writes its matrices whole, FSDP2
+its shards, so a folder does not depend on ranks, mesh or owners, and torch alone reads it too.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim.optimizer import Optimizer
+
+from dmuon_fsdp.checkpoint.model_dict import begin_writing, check_model, get_model_state_dict, wanted_of
+from dmuon_fsdp.checkpoint.names import check_names, check_shapes
+from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, is_ours, nested_of, own_groups
+from dmuon_fsdp.checkpoint.reading import Contents, read
+from dmuon_fsdp.checkpoint.sources import meet, shapes_of, spec_of
+from dmuon_fsdp.comm.together import all_or_none, union
+from dmuon_fsdp.runtime.layout import write_
+
+_PARTS = StateDictOptions()
+_EXTRA = "extra"
+_STATE = "optimizer.state."
+_GROUPS = "optimizer.param_groups"
+
+
+def save_checkpoint(
+    model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str], *, extra: Any = None
+) -> None:
+    """Save model, optimizer and whatever else into ``folder``, on all ranks; a folder that is there is replaced.
+
+    It is written as ``<folder>.new`` and then renamed, so that a crash at any time leaves the last checkpoint readable
+    by :func:`load_checkpoint`. Nothing is gathered: every rank writes what it holds. Random numbers are not drawn.
+
+    Args:
+        optimizer: None saves the model alone.
+        folder: on a file system that all ranks share; its parent must exist.
+        extra: numbers, strings, containers, tensors: the step, a scheduler's state dict. The first rank's is kept.
+
+    Raises:
+        RuntimeError: some ranks did not make this call; they are named.
+        OSError: a rank could not write; ``folder`` is as it was.
+    """
+    meet(model, "dmuon.save_checkpoint(model, ...)")
+    folder = Path(folder)
+    new = _beside(folder, "new")
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_PARTS)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_PARTS)
+    state[_EXTRA] = _packed(extra)
+    all_or_none(lambda: _on_first(lambda: shutil.rmtree(new, ignore_errors=True)), _world())
+    try:
+        save(state, checkpoint_id=new)
+    except CheckpointException as error:
+        raise OSError(f"the checkpoint {folder} was not written: {_first_failure(error)}") from error
+    all_or_none(lambda: _on_first(lambda: _swap(new, folder)), _world())
+
+
+def load_checkpoint(
+    model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str], *, strict: bool = True
+) -> Any:
+    """Load what :func:`save_checkpoint` or ``torch.distributed.checkpoint.save`` wrote, on any ranks, mesh and owners.
+
+    Everything is read into host memory, this rank's parts of it, and compared by name and shape before the model
+    changes: whatever goes wrong, the running model is as it was.
+
+    Args:
+        model: on any mesh, on meta too. Weights that FSDP2 alone saved are taken as well, under ``model.`` or without.
+        optimizer: None loads the model alone.
+        strict: False loads what both have; state that was not saved begins anew.
+
+    Returns:
+        What was given as ``extra``, on every rank; None where there is none.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint in ``folder``.
+        KeyError: names that the checkpoint lacks, or has and nobody asks for; all of them.
+        ValueError: other shapes; a file that is damaged, with the name of the tensor; parameters of the optimizer that
+            are not the model's.
+        RuntimeError: some ranks did not make this call; they are named.
+    """
+    meet(model, "dmuon.load_checkpoint(model, ...)", writing=True)
+    contents = all_or_none(lambda: Contents.of(_complete(Path(folder))), _world())
+    all_or_none(lambda: _on_first(contents.check_files), _world())
+    wanted_model = wanted_of(model)
+    prefix = "model." if any(f"model.{name}" in contents.specs for name in wanted_model) else ""
+    templates = {} if optimizer is None else _state_templates(model, optimizer, contents)
+    model_keys = union([prefix + name for name in wanted_model], _world())
+    state_keys = union(list(templates), _world())
+
+    def check() -> None:
+        found = contents.names(prefix, but=() if prefix else ("optimizer.",))
+        others = [name for name in found if prefix + name in model_keys and name not in wanted_model]
+        mine = {name: shape for name, shape in found.items() if name not in others}  # not another stage's
+        check_model(str(contents.folder), model, wanted_model, mine, strict=strict)
+        if optimizer is not None:
+            check_names(str(contents.folder), state_keys, contents.names(_STATE, whole=True), strict=strict)
+            check_shapes(
+                str(contents.folder), shapes_of({k: spec_of(v) for k, v in templates.items()}), contents.shapes
+            )
+
+    all_or_none(check, _world())
+    targets = begin_writing(model)
+    staged_model = {name: _staged(value) for name, value in targets.items() if prefix + name in contents.specs}
+    staged_state = {key: value for key, value in templates.items() if key in contents.specs}
+    groups = {} if optimizer is None else contents.templates(_GROUPS)
+    asked = {**{prefix + name: value for name, value in staged_model.items()}, **staged_state, **groups}
+    got = read(contents, {**asked, **contents.templates(_EXTRA)})
+    # From here on nothing can fail but the machine.
+    if optimizer is not None:
+        _put_state(model, optimizer, contents, got)
+    _put_model(model, targets, {name: got[prefix + name] for name in staged_model})
+    return _unpacked(got.get(_EXTRA))
+
+
+# --- the parts of a checkpoint
+
+
+def _state_templates(model: nn.Module, optimizer: Optimizer, contents: Contents) -> dict[str, Any]:
+    """Host tensors to read the optimizer's state into, by key; a frozen parameter's where it was saved."""
+    parts = get_optimizer_state_dict(model, optimizer, options=_PARTS)
+    templates = {
+        f"{_STATE}{name}.{key}": _staged(value)
+        for name, entry in parts["state"].items()
+        for key, value in entry.items()
+    }
+    if is_ours(model, optimizer):
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                for key in contents.keys_of(f"{_STATE}{name}.") if name not in parts["state"] else ():
+                    spec = contents.specs[key]
+                    whole = spec is not None and tuple(spec[0]) == tuple(parameter.shape)
+                    templates[key] = _staged(parameter, spec[1]) if whole and spec else contents.template(key)
+    return templates
+
+
+def _staged(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Host memory laid out as ``value``; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_like(value, device="cpu", dtype=dtype or value.dtype, requires_grad=False)
+
+
+def _put_state(model: nn.Module, optimizer: Optimizer, contents: Contents, got: Mapping[str, Any]) -> None:
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in got.items():
+        if key.startswith(_STATE):
+            name, _, entry = key[len(_STATE) :].rpartition(".")
+            state.setdefault(name, {})[entry] = value
+    groups = contents.groups({key: value for key, value in got.items() if key.startswith(_GROUPS)}, _GROUPS)
+    saved = nested_of(groups)["param_groups"]
+    if is_ours(model, optimizer):
+        optimizer.load_state_dict({"state": state, "param_groups": own_groups(saved, optimizer.param_groups)})
+    else:
+        nested = {"state": state, "param_groups": saved}
+        dsd.set_optimizer_state_dict(model, optimizer, nested, options=StateDictOptions(strict=False))
+
+
+def _put_model(model: nn.Module, targets: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            write_(targets[name], value)
+            value = targets[name]
+        given[name] = value
+    dsd.set_model_state_dict(model, given, options=StateDictOptions(strict=False))
+
+
+def _packed(extra: Any) -> bytes:
+    """One object, whatever it holds: torch.distributed.checkpoint would take containers apart."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes | None) -> Any:
+    return None if packed is None else torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+
+
+# --- the folder
+
+
+def _world() -> list[ProcessGroup]:
+    """torch.distributed.checkpoint works over all ranks."""
+    assert dist.group.WORLD is not None, "there is a process group"
+    return [dist.group.WORLD]
+
+
+def _on_first(work: Any) -> None:
+    if dist.get_rank() == 0:
+        work()
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f"{folder.name}.{kind}")
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """``new`` in the place of ``folder``. Between the renames the last one is ``<folder>.old``, and complete."""
+    old = _beside(folder, "old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(new, folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _complete(folder: Path) -> Path:
+    """The folder, or the one that was being replaced by it; the metadata is written last."""
+    for candidate in (folder, _beside(folder, "old")):
+        if (candidate / ".metadata").is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"{folder} is no complete checkpoint: it has no file .metadata, which torch.distributed.checkpoint writes last"
+    )
+
+
+def _first_failure(error: CheckpointException) -> str:
+    failures = error.failures
+    if not failures:
+        return str(error)
+    rank = min(failures)
+    return f"rank {rank}: {failures[rank][0]}"

@@ -1,0 +1,160 @@
+"""What a folder of ``torch.distributed.checkpoint`` holds, and reading it with file and key in an error."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
+from torch.serialization import get_crc32_options
+
+from dmuon_fsdp.checkpoint.sources import Spec
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The table of a checkpoint.
+
+    Attributes:
+        folder: where it is.
+        metadata: torch's.
+        specs: shape and dtype by key; None for what is no tensor.
+    """
+
+    folder: Path
+    metadata: Metadata
+    specs: Mapping[str, Spec | None]
+
+    @classmethod
+    def of(cls, folder: Path) -> Contents:
+        """Read the table.
+
+        Raises:
+            ValueError: the file is damaged, or none of torch.distributed.checkpoint.
+        """
+        file = folder / ".metadata"
+        try:
+            metadata = FileSystemReader(folder).read_metadata()
+            entries = metadata.state_dict_metadata
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+            raise ValueError(f"{file} is no table of torch.distributed.checkpoint, or is damaged: {error}") from error
+        specs: dict[str, Spec | None] = {
+            key: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+            for key, entry in entries.items()
+        }
+        return cls(folder, metadata, specs)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        return {key: None if spec is None else spec[0] for key, spec in self.specs.items()}
+
+    def check_files(self) -> None:
+        """Raise ValueError naming a file that is missing or too short, and the key that is in the missing part."""
+        sizes: dict[str, int] = {}
+        for index, stored in (self.metadata.storage_data or {}).items():
+            file = self.folder / stored.relative_path
+            if stored.relative_path not in sizes:
+                sizes[stored.relative_path] = file.stat().st_size if file.is_file() else -1
+            size = sizes[stored.relative_path]
+            if size < stored.offset + stored.length:
+                what = "is missing" if size < 0 else f"ends after {size} bytes, of {stored.offset + stored.length}"
+                raise ValueError(f"{file} {what}: {index.fqn!r} is not there; the checkpoint is damaged")
+
+    def keys_of(self, section: str) -> Iterator[str]:
+        return (key for key in self.specs if key.startswith(section))
+
+    def names(self, section: str, *, but: Sequence[str] = (), whole: bool = False) -> dict[str, tuple[int, ...] | None]:
+        """Shape by name of a section.
+
+        Args:
+            but: sections to leave out.
+            whole: names with the section.
+        """
+        shapes = self.shapes
+        return {
+            key if whole else key[len(section) :]: shapes[key]
+            for key in self.keys_of(section)
+            if not key.startswith(tuple(but))
+        }
+
+    def template(self, key: str) -> Any:
+        """What to read ``key`` into: host memory for the whole tensor; None for an object."""
+        spec = self.specs[key]
+        return None if spec is None else torch.empty(spec[0], dtype=spec[1])
+
+    def templates(self, section: str) -> dict[str, Any]:
+        return {key: self.template(key) for key in self.keys_of(section)}
+
+    def groups(self, values: Mapping[str, Any], section: str) -> dict[str, Any]:
+        """The optimizer's groups as a state dict: a list of dicts, or torch's flattened form.
+
+        Args:
+            values: by key ``<section>.<index>.<option>``, or ``<section>.<parameter>.<option>``.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        flat: dict[str, Any] = {}
+        for key, value in values.items():
+            path = (self.metadata.planner_data or {}).get(key, ())
+            if len(path) > 3 and isinstance(path[2], int):
+                node = found.setdefault(path[2], {"params": []})
+                for part in path[3:-1]:
+                    node = node.setdefault(part, {})
+                node[path[-1]] = value
+            else:
+                flat[key[len(section) - len("param_groups") :]] = value
+        return flat or {"state": {}, "param_groups": [found[index] for index in sorted(found)]}
+
+
+def read(contents: Contents, templates: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of these keys: tensors in the templates' memory, objects as they were saved. On all ranks.
+
+    Raises:
+        ValueError: a file cannot be read; it and the key are named, on every rank alike.
+    """
+    values = dict(templates)
+    try:
+        load(values, storage_reader=_Reader(contents.folder))
+    except CheckpointException as error:
+        failures = error.failures
+        text = str(failures[min(failures)][0]) if failures else str(error)
+        raise ValueError(text) from error
+    return values
+
+
+class _Reader(FileSystemReader):
+    """torch's, item by item, so that a failure has a name, and looking at the checksums, which torch only writes."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            file = Path(self.path) / stored.relative_path
+            try:
+                if get_crc32_options() and not stored.transform_descriptors:
+                    _verify(file, stored.offset, stored.length)
+                super().read_data(replace(plan, items=[item]), planner)
+            except Exception as error:  # whatever a damaged file makes of the reader
+                raise ValueError(f"{file}: {item.dest_index.fqn!r} cannot be read: {error}") from error
+        return super().read_data(replace(plan, items=[]), planner)
+
+
+def _verify(file: Path, offset: int, length: int) -> None:
+    """Raise ValueError unless every record of what ``torch.save`` put there has its checksum."""
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        saved = io.BytesIO(stream.read(length))
+    if zipfile.is_zipfile(saved):  # anything else is left to torch
+        with zipfile.ZipFile(saved) as archive:
+            wrong = archive.testzip()
+        if wrong is not None:
+            raise ValueError(f"the checksum of {wrong} is wrong")

@@ -63,8 +63,7 @@ def dedicate_params(
         replicate_mesh: for HSDP, the replicate dimension of the 2-D mesh that ``fully_shard`` gets. Every rank of every
             replica may own: gradients are reduced within replicas, then over them, and new weights come back.
         reshard_after_forward: free other ranks' weights after forward; None does as the covering ``fully_shard``.
-        hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None takes the outermost
-            elements of repeated containers.
+        hook_boundary_predicate: ``predicate(module)``, where to gather and reduce; None: outermost elements of stacks.
         hook_boundary_strict: raise where a predicate of yours gives a parameter no boundary.
         mp_policy: compute, reduce and output dtypes; None does as the covering ``fully_shard``.
         param_policy: routes, matrix views and dtypes by name, a list of :class:`ParamPolicy` of which a later one wins,
@@ -77,14 +76,11 @@ def dedicate_params(
         The plan: a mapping from names to owners, computed when it is first looked at.
 
     Raises:
-        ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated or is already, no hook boundary, a
-            policy that matches nothing.
+        ValueError: a mesh that is not 1-D, a parameter that cannot be dedicated (again), a policy without a match.
         RuntimeError: the seam does not fit this torch.
     """
-    _check_types(model, predicate, reshard_after_forward, planning, mp_policy)
+    _check_types(model, predicate, reshard_after_forward, planning, mp_policy, process_group_policy)
     _check_meshes(mesh, replicate_mesh)
-    if process_group_policy not in get_args(ProcessGroupPolicy):
-        raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
     policies = as_policies(param_policy)
     known = registry.find(model)
     _refuse_another_root(known, model)
@@ -93,17 +89,21 @@ def dedicate_params(
     if patch:
         install_patch()
     registration = registry.register(model)
-    options = planning or PlanningOptions()
+    planning = planning or PlanningOptions()
     dedication = Dedication(
-        specs, mesh, replicate_mesh, options, process_group_policy, mp_policy, reshard_after_forward
+        specs, mesh, replicate_mesh, planning, process_group_policy, mp_policy, reshard_after_forward
     )
-    # Without a match too: another rank may have one, and says so where the ranks compare.
-    registration.dedications.append(dedication)
+    registration.dedications.append(dedication)  # without a match too: another rank may have one, and they compare
     return OwnershipPlan(dedication.assignment, registration.bind)
 
 
 def _check_types(
-    model: object, predicate: object, reshard_after_forward: object, planning: object, mp_policy: object
+    model: object,
+    predicate: object,
+    reshard_after_forward: object,
+    planning: object,
+    mp_policy: object,
+    process_group_policy: object,
 ) -> None:
     for name, value, kinds in (
         ("model", model, nn.Module),
@@ -119,6 +119,8 @@ def _check_types(
             f"predicate must be a function predicate(name, param) -> bool, got {predicate!r}; such as "
             f'lambda name, p: "proj" in name and p.ndim == 2'
         )
+    if process_group_policy not in get_args(ProcessGroupPolicy):
+        raise ValueError(f"process_group_policy must be 'isolated' or 'shared', got {process_group_policy!r}")
 
 
 def _check_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:

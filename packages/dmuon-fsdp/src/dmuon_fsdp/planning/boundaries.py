@@ -6,7 +6,7 @@ container is a ModuleList or a ModuleDict with numbers for keys, or a Sequential
 themselves made of modules: a list of Linears is not one, so hooks never land on each Linear of a block.
 
 The outermost, because all ranks must enter the same boundaries: the experts of a layer are a repeated container too,
-and a rank may route no token to one of them (docs/decisions/0005).
+and a rank may route no token to one of them (docs/decisions/0006).
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmuon_core.testing.syrk import SyrkCase, build_operands
+from dmuon_core.testing.syrk import SyrkCase, build_operands, run_syrk_case, syrk_cases
 from dmuon_kernels import routes
 from dmuon_kernels.aot import shipped
 from dmuon_kernels.aot.driver import DriverError, encode_tensor_map
 from dmuon_kernels.aot.manifest import TRITON, read_cubin, read_manifest
 from dmuon_kernels.aot.table import tabled_configs, tabled_launches
-from dmuon_kernels.triton_config import CONFIGS, AnyConfig, TmaConfig
-from dmuon_kernels.triton_launch import Launch, Operands, Scalars, plan_descriptors, plan_pointers
+from dmuon_kernels.triton_config import CONFIGS, AnyConfig
+from dmuon_kernels.triton_launch import Launch, Operands, Scalars, plan
 from dmuon_kernels.triton_syrk import triton_syrk
 
 CUDA = torch.device("cuda", 0)
@@ -38,9 +38,7 @@ ALL: dict[str, AnyConfig] = {
 
 
 def _plan(x: Operands, config: AnyConfig) -> Launch:
-    if isinstance(config, TmaConfig):
-        return plan_descriptors(x, config, torch.cuda.get_device_properties(CUDA).multi_processor_count)
-    return plan_pointers(x, config)
+    return plan(x, config, torch.cuda.get_device_properties(CUDA).multi_processor_count)
 
 
 def _operands(form: str, m: int, k: int, batch: int = 3) -> Operands:
@@ -85,6 +83,17 @@ def test_same_bits_as_compiled_here(config, form):
 
 # An import of triton fails then, and a look for it finds nothing.
 BLOCKED = "import runpy, sys; sys.modules['triton'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
+@pytest.mark.parametrize("case", syrk_cases()[::9], ids=lambda case: case.name)
+def test_conformance_of_what_is_compiled_here(case, monkeypatch):
+    """Elsewhere the shipped kernels run: these are the same launches by the compiler's."""
+    if routes.compiler_complaint() is not None:
+        pytest.skip(routes.compiler_complaint())
+    monkeypatch.setattr(shipped, "find", lambda launch, device: None)
+    refusal = run_syrk_case(triton_syrk, case, CUDA, rejects=routes.rejects)
+    if refusal is not None:
+        pytest.skip(refusal)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon_kernels import probes, routes
@@ -23,7 +23,7 @@ from dmuon_kernels.aot.manifest import TRITON, dump, parse, read_cubin, read_man
 from dmuon_kernels.aot.table import ARCHITECTURES, tabled_launches
 from dmuon_kernels.aot.variant import canonical, signature_of, variant_of
 from dmuon_kernels.triton_config import parse_config
-from dmuon_kernels.triton_launch import Operands, Scalars, plan_descriptors, plan_pointers
+from dmuon_kernels.triton_launch import Operands, Scalars, choose, plan
 
 BUILD_AGAIN = "the kernels or their tables changed: run tools/build_cubins.py, with Triton 3.6.0"
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -211,8 +211,7 @@ def _tensor(*shape, **options):
 def _plan(a, b=None, c=None, d=None, alpha=1.0, beta=0.0, config="pointer-64x64-w4-s4"):
     d = _tensor(a.shape[0], a.shape[1], a.shape[1]) if d is None else d
     x = Operands(a, b, c, d, Scalars.of(alpha, beta))
-    chosen = parse_config(config)
-    return plan_descriptors(x, chosen, 132) if config.startswith("tma") else plan_pointers(x, chosen)
+    return plan(x, parse_config(config), 132)
 
 
 PAIR = "tma-128x128x64-w4-s3-u128-g8-k1"
@@ -255,6 +254,54 @@ def test_kernel_that_masks_k_takes_every_k(shipping):
     assert variant in shipping.artefacts[80]
     assert variant not in shipping.artefacts[90]
     assert shipped._masking_k(variant) in shipping.artefacts[90]
+
+
+LAYOUTS = {
+    "rows": lambda *shape: _tensor(*shape),
+    "columns": lambda batch, m, n: _tensor(batch, n, m).mT,
+    "padded rows": lambda batch, m, n: _tensor(batch, m, n + 8)[..., :n],
+    "odd rows": lambda batch, m, n: _tensor(batch, m, n + 3)[..., :n],
+    "odd columns": lambda batch, m, n: _tensor(batch, n, m + 1)[..., :m].mT,
+    "one matrix": lambda batch, m, n: _tensor(1, m, n).expand(batch, m, n),
+    "nothing": lambda *shape: None,
+}
+SCALARS = st.sampled_from(["float", "0-d", "per item"])
+
+
+def _scalar(kind, batch):
+    return {"float": 0.5, "0-d": torch.empty((), device="meta"), "per item": torch.empty(batch, device="meta")}[kind]
+
+
+@settings(max_examples=300)
+@given(
+    architecture=st.sampled_from(ARCHITECTURES),
+    batch=st.integers(1, 70),
+    m=st.sampled_from([1, 2, 31, 32, 33, 64, 96, 500, 512, 768, 1000, 1024, 2048, 3001, 4096, 8192, 16384]),
+    k=st.sampled_from([0, 1, 8, 63, 64, 100, 512, 1024, 4096, 8192, 28672]),
+    layouts=st.tuples(*[st.sampled_from(sorted(LAYOUTS))] * 3),
+    out=st.sampled_from(["rows", "padded rows", "odd rows"]),
+    kinds=st.tuples(SCALARS, SCALARS),
+    multiprocessors=st.sampled_from([1, 78, 108, 114, 132]),
+)
+def test_whatever_is_not_rejected_has_a_kernel(architecture, batch, m, k, layouts, out, kinds, multiprocessors):
+    """Where nothing can be compiled, an operand that is accepted and finds no kernel ends a training run."""
+    shapes = [(batch, m, k), (batch, m, k), (batch, m, m)]
+    a, b, c = (LAYOUTS[layout](*shape) for layout, shape in zip(layouts, shapes, strict=True))
+    if a is None or probes.triton_rejects(a, b, c) or routes.shipped_rejects(a, b, c):
+        return
+    alpha, beta = _scalar(kinds[0], batch), 0.0 if c is None else _scalar(kinds[1], batch)
+    x = Operands(a, b, c, LAYOUTS[out](batch, m, m), Scalars.of(alpha, beta))
+    launch = canonical(plan(x, choose(x, descriptors=architecture == 90), multiprocessors))
+    variant = variant_of(launch)
+    assert {variant, shipped._masking_k(variant)} & read_manifest().artefacts[architecture].keys(), variant.label
+
+
+def test_layouts_that_need_the_compiler_are_rejected():
+    rows, columns, square = _tensor(2, 64, 96), _tensor(2, 96, 64).mT, _tensor(2, 64, 64)
+    assert routes.shipped_rejects(rows, rows, square) is None
+    assert routes.shipped_rejects(columns, columns, None) is None
+    for operands in ((rows, columns, None), (columns, None, square), (rows, None, square.mT)):
+        assert "nothing can be compiled" in routes.shipped_rejects(*operands)
 
 
 @pytest.fixture

@@ -59,16 +59,21 @@ def rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
     refusal = triton_rejects(a, b, c)
     if refusal is not None or a.device.type != "cuda" or lasting_compiler_complaint() is None:
         return refusal
-    row_major = _has_unit_rows(a) and (b is None or _has_unit_rows(b))
-    if c is None and (row_major or (_has_unit_rows(a.mT) and (b is None or _has_unit_rows(b.mT)))):
-        return None
-    if c is not None and row_major and _has_unit_rows(c):
+    return shipped_rejects(a, b, c)
+
+
+def shipped_rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
+    """Why no shipped kernel takes these operands, which Triton's compiler would serve."""
+    factors = (a,) if b is None else (a, b)
+    row_major = all(map(_has_unit_rows, factors)) and (c is None or _has_unit_rows(c))
+    column_major = all(_has_unit_rows(x.mT) for x in factors) and c is None
+    if row_major or column_major:
         return None
     return "takes row-major operands, or column-major a and b without c, where nothing can be compiled"
 
 
 def _has_unit_rows(x: Tensor) -> bool:
-    return x.stride(-1) == 1 or x.shape[-1] <= 1
+    return x.stride(-1) == 1 or x.shape[-1] == 0
 
 
 def describe(device: torch.device) -> str:

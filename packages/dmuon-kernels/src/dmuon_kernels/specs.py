@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dmuon_core.normalize import normalize_into
 from dmuon_core.syrk.contract import NormalizeFn, SyrkFn, SyrkSpec
 from dmuon_kernels import routes
 from dmuon_kernels.probes import (
@@ -40,6 +41,9 @@ def _load_triton() -> SyrkFn:
 
 
 def _load_normalize() -> NormalizeFn:
+    if routes.lasting_compiler_complaint() is not None:
+        # It does not ship compiled.
+        return normalize_into
     from dmuon_kernels.normalize import triton_normalize_into
 
     return triton_normalize_into

@@ -15,7 +15,14 @@ from torch import Tensor
 from dmuon_core.syrk.contract import Scalar
 from dmuon_kernels.arrivals import arrival_counters
 from dmuon_kernels.probes import interpreter_is_on, tma_complaint
-from dmuon_kernels.triton_config import TmaConfig, TritonConfig, count_tiles
+from dmuon_kernels.triton_config import (
+    AnyConfig,
+    TmaConfig,
+    TritonConfig,
+    choose_config,
+    choose_tma_config,
+    count_tiles,
+)
 
 POINTERS, DESCRIPTORS = "syrk_kernel", "syrk_tma_kernel"
 """The kernels' names: operands through pointers, and through tensor descriptors."""
@@ -95,6 +102,23 @@ class Operands:
     c: Tensor | None  # [B, M, M]
     d: Tensor  # [B, M, M]
     scalars: Scalars
+
+
+def choose(x: Operands, *, descriptors: bool) -> AnyConfig:
+    """The configuration for these operands; with tensor descriptors where the device has them and they serve."""
+    batch, m, k = x.a.shape
+    if descriptors and tma_complaint(x.a, x.b, x.c, x.d) is None:
+        config = choose_tma_config(m, k, batch)
+        if config is not None:
+            return config
+    return choose_config(x.a.dtype, m, k, batch, aligned=all_aligned(x))
+
+
+def plan(x: Operands, config: AnyConfig, multiprocessors: int, *, sms: int | None = None, tile_step: int = 1) -> Launch:
+    """The launch in a configuration of either kernel (:func:`plan_pointers`, :func:`plan_descriptors`)."""
+    if isinstance(config, TritonConfig):
+        return plan_pointers(x, config, sms=sms, tile_step=tile_step)
+    return plan_descriptors(x, config, multiprocessors, sms=sms, tile_step=tile_step)
 
 
 def plan_pointers(x: Operands, config: TritonConfig, *, sms: int | None = None, tile_step: int = 1) -> Launch:

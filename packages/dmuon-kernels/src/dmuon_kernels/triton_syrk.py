@@ -12,17 +12,10 @@ import torch
 from torch import Tensor
 
 from dmuon_core.syrk.contract import Scalar, check_operands, check_scalars
-from dmuon_kernels.probes import has_tma, tma_complaint, triton_rejects
+from dmuon_kernels.probes import has_tma, triton_rejects
 from dmuon_kernels.routes import lasting_compiler_complaint, run
-from dmuon_kernels.triton_config import AnyConfig, TritonConfig, choose_config, choose_tma_config, parse_config
-from dmuon_kernels.triton_launch import (
-    Launch,
-    Operands,
-    Scalars,
-    all_aligned,
-    plan_descriptors,
-    plan_pointers,
-)
+from dmuon_kernels.triton_config import AnyConfig, parse_config
+from dmuon_kernels.triton_launch import Operands, Scalars, choose, plan
 
 _INTERPRETED_SMS = 4
 """Multiprocessors that the interpreter's device has, so that small products have tiles to split."""
@@ -74,7 +67,8 @@ def triton_syrk(
     operands = Operands(a_BMK, b_BMK, c_BMM, d_BMM, Scalars.of(alpha, beta))
     if isinstance(config, str):
         config = parse_config(config)
-    launch = _plan(operands, config or _choose(operands), sms, tile_step)
+    config = config or choose(operands, descriptors=has_tma(a.device))
+    launch = plan(operands, config, _multiprocessors(a.device), sms=sms, tile_step=tile_step)
     with _on_device(a.device):
         run(launch, a.device)
     if d_BMM.data_ptr() != d.data_ptr():
@@ -92,21 +86,6 @@ def _stored(d: Tensor) -> Tensor:
     if d.is_cuda and d.stride(-1) != 1 and lasting_compiler_complaint() is not None:
         return d.new_empty((d.shape[:-2].numel(), *d.shape[-2:]))
     return _as_batch(d)
-
-
-def _choose(x: Operands) -> AnyConfig:
-    batch, m, k = x.a.shape
-    if has_tma(x.d.device) and tma_complaint(x.a, x.b, x.c, x.d) is None:
-        config = choose_tma_config(m, k, batch)
-        if config is not None:
-            return config
-    return choose_config(x.a.dtype, m, k, batch, aligned=all_aligned(x))
-
-
-def _plan(x: Operands, config: AnyConfig, sms: int | None, tile_step: int) -> Launch:
-    if isinstance(config, TritonConfig):
-        return plan_pointers(x, config, sms=sms, tile_step=tile_step)
-    return plan_descriptors(x, config, _multiprocessors(x.d.device), sms=sms, tile_step=tile_step)
 
 
 @functools.cache

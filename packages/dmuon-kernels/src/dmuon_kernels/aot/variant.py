@@ -88,8 +88,8 @@ def _folded(launch: Launch) -> frozenset[str] | None:
     if values["M"] != 1 and (values["c_sn"] != 1 or values["d_sn"] != 1):
         return None
     for names, size in ((_K_MAJOR, values["K"]), (_M_MAJOR, values["M"])):
-        # The stride of a dimension of size 1 is multiplied by 0 only.
-        if size == 1 or all(values[name] == 1 for name in names):
+        # The stride of a dimension of size 0 or 1 is multiplied by 0 at most.
+        if size in (0, 1) or all(values[name] == 1 for name in names):
             return frozenset({*names, "c_sn", "d_sn"})
     return None
 

@@ -23,7 +23,8 @@ from dmuon_core.testing.syrk import (
     syrk_error_cases,
 )
 from dmuon_kernels.ops import choice_of
-from dmuon_kernels.probes import probe_triton, triton_rejects
+from dmuon_kernels.probes import triton_rejects
+from dmuon_kernels.routes import probe_triton
 from dmuon_kernels.specs import TRITON
 from dmuon_kernels.triton_config import CONFIGS, TritonConfig, choose_config, count_tiles
 from dmuon_kernels.triton_kernel import lower_tile

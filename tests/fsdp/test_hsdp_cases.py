@@ -279,6 +279,7 @@ def test_garbage_between_a_step_and_the_next_forward(ranks):
 
 
 def test_hash_seeds_and_addresses_decide_nothing(ranks):
+    """What is in the order of a set or of addresses is in another order on every rank: owners, buckets, collectives."""
     seeds = [{"PYTHONHASHSEED": seed} for seed in ("1", "12345", "77", "4")]
     first, *others = ranks(4, run_after_junk, env=seeds, **REPLICAS)
     assert all(other == first for other in others)

@@ -30,7 +30,7 @@ PACKAGES = {
 }
 LATE = {
     "dmuon_kernels": {"triton", "quack", "cutlass", "cuda"},
-    "dmuon_fsdp": {"matplotlib"},
+    "dmuon_fsdp": {"matplotlib", "safetensors"},
 }
 ROOMS: dict[str, set[str]] = {
     "planning": set(),

@@ -30,6 +30,7 @@ from dmuon_fsdp.api import (
 from dmuon_fsdp.checkpoint.folder import load_checkpoint, save_checkpoint
 from dmuon_fsdp.checkpoint.model_dict import get_model_state_dict, set_model_state_dict
 from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from dmuon_fsdp.checkpoint.pretrained import load_pretrained
 from dmuon_fsdp.optim.muon import Muon
 from dmuon_fsdp.planning.options import PlanningOptions
 from dmuon_fsdp.planning.plan import Owner, OwnershipPlan
@@ -62,6 +63,7 @@ __all__ = [
     "init_weights",
     "install_patch",
     "load_checkpoint",
+    "load_pretrained",
     "newton_schulz",
     "no_sync",
     "owned_params",

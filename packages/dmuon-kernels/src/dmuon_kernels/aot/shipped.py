@@ -145,16 +145,19 @@ def _usable_architecture(device: torch.device) -> int | None:
 
 def _kernel_for(architecture: int, launch: Launch, device: torch.device) -> ShippedKernel | None:
     variant = variant_of(launch)
-    manifest = read_manifest()
-    if variant is None or manifest is None:
+    if variant is None:
         return None
+    kernel = _loaded.get((architecture, variant))
+    return _look_up(architecture, variant, device) if kernel is None else kernel
+
+
+def _look_up(architecture: int, variant: Variant, device: torch.device) -> ShippedKernel | None:
+    manifest = read_manifest()
+    assert manifest is not None, "an architecture is usable only with a manifest"
     for candidate in (variant, _masking_k(variant)):
-        kernel = _loaded.get((architecture, candidate))
-        if kernel is not None:
-            return kernel
         artefact = manifest.artefacts[architecture].get(candidate)
         if artefact is not None:
-            return _load(architecture, artefact, device)
+            return _load(architecture, variant, artefact, device)
     return None
 
 
@@ -166,8 +169,9 @@ def _masking_k(variant: Variant) -> Variant:
     )
 
 
-def _load(architecture: int, artefact: Artefact, device: torch.device) -> ShippedKernel | None:
-    key = (architecture, artefact.variant)
+def _load(architecture: int, variant: Variant, artefact: Artefact, device: torch.device) -> ShippedKernel | None:
+    """The artefact's kernel, kept under the name of the variant that it stands for."""
+    key = (architecture, variant)
     with _loading:
         if key not in _loaded:
             try:

@@ -29,6 +29,7 @@ _DIVISORS = {
 }
 """What pointers and strides are multiples of, where operands are aligned."""
 _BEYOND_I32 = 2**31
+_ON_DEVICE = {"alpha": "ALPHA_ON_DEVICE", "beta": "BETA_ON_DEVICE"}
 _K_MAJOR, _M_MAJOR = ("a_sk", "b_sk"), ("a_sm", "b_sm")
 
 
@@ -57,17 +58,25 @@ class Variant:
 
 
 def canonical(launch: Launch) -> Launch:
-    """The same work in the form that ships: B described on its own, both scalars alike, K not promised to be even."""
+    """The same work in the form that ships: B described on its own, alpha and beta both floats or both tensors."""
+    alone = launch.kernel == DESCRIPTORS and launch.arguments["b_desc"] is None
+    of_two_kinds = launch.constants["HAS_C"] and len({launch.constants[flag] for flag in _ON_DEVICE.values()}) == 2
+    if not alone and not of_two_kinds:
+        return launch
     arguments, constants = dict(launch.arguments), dict(launch.constants)
-    if launch.kernel == DESCRIPTORS and arguments["b_desc"] is None:
+    if alone:
         arguments["b_desc"] = arguments["a_desc"]
-    if constants["HAS_C"] and constants["ALPHA_ON_DEVICE"] != constants["BETA_ON_DEVICE"]:
-        name, other = ("beta", "alpha") if constants["ALPHA_ON_DEVICE"] else ("alpha", "beta")
-        scalar, like = arguments[name], arguments[other]
-        assert isinstance(scalar, float), "a scalar is a float or a tensor"
-        assert isinstance(like, Tensor), "a scalar is a float or a tensor"
-        arguments[name], constants[f"{name.upper()}_ON_DEVICE"] = like.new_full((), scalar), True
+    if of_two_kinds:
+        for name, like in (("alpha", arguments["beta"]), ("beta", arguments["alpha"])):
+            if isinstance(like, Tensor):
+                arguments[name] = like.new_full((), _float(arguments[name]))
+                constants[_ON_DEVICE[name]] = True
     return replace(launch, arguments=arguments, constants=constants)
+
+
+def _float(argument: Argument) -> float:
+    assert isinstance(argument, float), "one scalar is a float where the other is a tensor"
+    return argument
 
 
 def variant_of(launch: Launch) -> Variant | None:

@@ -156,3 +156,46 @@ def rest_offloaded():
 
 def test_the_rest_may_be_offloaded(ranks):
     ranks(2, rest_offloaded)
+
+
+def alone(model):
+    """Without FSDP2, which does not follow a change of dtype once it has computed."""
+    dmuon.dedicate_params(model, world_mesh(), lambda name, p: True).bind()
+    return model
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.to(block[0].weight.dtype))
+        return x
+
+
+def matrices_loss(model, rank, step=0):
+    return model(torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+
+def converted_between_backward_and_step():
+    twins = Twins(Matrices, wrapping=alone)
+    twins.optimizers()
+    twins.train(1, matrices_loss)
+    twins.zero_grad()
+    twins.backward(matrices_loss)
+    for model in (twins.model, twins.reference):
+        model.to(torch.float64)
+    twins.check_gradients()
+    twins.step()
+    twins.train(2, matrices_loss)
+    twins.check_gradients(5e-3)
+    twins.check_weights()
+    twins.check_at_rest()
+    assert {p.dtype for p in twins.model.parameters()} == {torch.float64}
+
+
+def test_a_model_with_gradients_may_change_its_dtype(ranks):
+    """``module.to`` exchanges gradients as well, which a weak reference to one forbids."""
+    ranks(2, converted_between_backward_and_step)

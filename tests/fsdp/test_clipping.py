@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from fsdp.models import Toy, Twins, close, is_projection, next_token_loss, on_all_cells, world_mesh, wrap
@@ -288,3 +290,39 @@ def test_limits_that_make_no_sense(ranks):
         strict=True,
     ):
         assert words in text
+
+
+# --- parameters that are sharded over a further dimension
+
+
+def beside_tensor_parallel():
+    """Feed-forwards over data and tensor parallel ranks, attention dedicated, the rest under FSDP2 alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = Toy()
+    reference = copy.deepcopy(model)
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    attention = tuple(f"{name}.weight" for name in "qkvo")
+    dmuon.dedicate_params(model, mesh["data"], lambda name, p: "blocks." in name and name.endswith(attention))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    next_token_loss(model, mesh.get_local_rank("data")).backward()
+    for rank in range(2):
+        (next_token_loss(reference, rank) / 2).backward()
+    found = []
+    for max_norm, order in ((1e9, 2.0), (1e9, 1.0), (1e9, math.inf), (0.1, 2.0)):
+        got = dmuon.clip_grad_norm_(model, max_norm, order).item()
+        assert got == pytest.approx(nn.utils.clip_grad_norm_(reference.parameters(), max_norm, order).item(), **NORM)
+        found.append(got)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        close(f"gradient of {name}", p.grad.full_tensor(), q.grad, 1e-5)
+    return found
+
+
+def test_tensor_parallel_shards_count_once(ranks):
+    """torch's own clip stacks norms of two meshes, which raises."""
+    first, *others = ranks(4, beside_tensor_parallel)
+    assert all(other == first for other in others)

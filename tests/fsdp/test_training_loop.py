@@ -1,7 +1,8 @@
-"""What training loops do with an optimizer: GradScaler, schedulers over groups, copies. Cases 17 and 18 a."""
+"""What training loops do with an optimizer: GradScaler, schedulers, copies, accumulation. Cases 17, 18 a and 19."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import dmuon
-from fsdp.models import Toy, Twins, next_token_loss, wrap
+from fsdp.models import Toy, Twins, close, next_token_loss, wrap
 from fsdp.test_hsdp import wrap_hsdp
+from fsdp.test_module_life import micro_batch
+from fsdp.test_unused import Experts
 
 # --- GradScaler
 
@@ -127,3 +131,27 @@ def test_an_optimizer_is_not_pickled_and_says_in_short_what_it_is(ranks):
         assert "blocks.0" not in text
         assert "eps=1e-08" in lines[2]
         assert "momentum" not in lines[2]
+
+
+# --- accumulation
+
+
+def first_used_at_the_end():
+    """bf16 compute, fp32 reduction: one matrix only in the first micro-batch, another only in the last."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    twins = Twins(Experts, mp_policy=policy)
+    twins.optimizers()
+    for index in range(4):
+        with dmuon.no_sync(twins.model) if index < 3 else contextlib.nullcontext():
+            twins.backward(lambda model, rank, index=index: micro_batch(model, rank, index))
+    for name, parameter, reference in twins.pairs():
+        assert parameter.grad.dtype == torch.float32
+        if name in twins.registration.params:
+            close(f"gradient of {name}", parameter.grad.full_tensor(), reference.grad, 3e-2)  # bf16 compute
+    twins.step()
+    twins.check_at_rest()
+
+
+def test_a_matrix_that_only_the_last_micro_batch_uses(ranks):
+    """Accumulated in fp32 the others are, and its fresh gradient is bf16: FSDP2 refuses such a mixture."""
+    ranks(2, first_used_at_the_end)

@@ -118,13 +118,13 @@ class DedicatedParam:
         if self.param.grad is None:
             grad = self.owned.like(local)
             self.param.grad = grad
-            self._presence = (weakref.ref(grad), presence)
+            self._note_presence(presence)
             return
         earlier = self.presence
         cast(OwnedTensor, self.param.grad).local.add_(local)
         self._presence = None
         if earlier is not None:
-            self._presence = (weakref.ref(self.param.grad), torch.maximum(earlier, presence))
+            self._note_presence(torch.maximum(earlier, presence))
 
     def set_foreign_grad(self) -> None:
         """On every other rank, a ``.grad`` without rows, the same one in every step."""
@@ -137,6 +137,11 @@ class DedicatedParam:
     @property
     def presence(self) -> Tensor | None:
         """1 or 0 on the device: whether any rank had a gradient; None where the user set ``.grad``."""
-        if self._presence is None or self._presence[0]() is not self.param.grad:
+        grad = self.param.grad
+        if self._presence is None or not isinstance(grad, OwnedTensor) or self._presence[0]() is not grad.local:
             return None
         return self._presence[1]
+
+    def _note_presence(self, presence: Tensor) -> None:
+        # Of the tensor inside: `module.to` cannot exchange a gradient that something refers to weakly.
+        self._presence = (weakref.ref(cast(OwnedTensor, self.param.grad).local), presence)

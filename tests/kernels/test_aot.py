@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dmuon_core.notices import warn_once
 from dmuon_kernels import probes, routes
 from dmuon_kernels.aot import manifest, shipped
 from dmuon_kernels.aot.layout import Layout
@@ -302,6 +303,36 @@ def test_layouts_that_need_the_compiler_are_rejected():
     assert routes.shipped_rejects(columns, columns, None) is None
     for operands in ((rows, columns, None), (columns, None, square), (rows, None, square.mT)):
         assert "nothing can be compiled" in routes.shipped_rejects(*operands)
+
+
+@pytest.fixture
+def damaged(monkeypatch):
+    """An installation on an H200 whose archives are damaged, where nothing was loaded yet."""
+
+    def fail(architecture, artefact):
+        raise ValueError("sm_90.xz is damaged")
+
+    monkeypatch.setattr(shipped, "_usable_architecture", lambda device: 90)
+    monkeypatch.setattr(shipped, "read_cubin", fail)
+    monkeypatch.setattr(shipped, "_loaded", {})
+    monkeypatch.setattr(shipped, "_broken", {})
+    warn_once.cache_clear()
+
+
+def test_first_kernel_that_does_not_load_leaves_all_to_the_compiler(damaged, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    launch = _plan(_tensor(2, 256, 512), config=PAIR)
+    with pytest.warns(RuntimeWarning, match=r"sm_90 are left out: sm_90\.xz is damaged"):
+        assert shipped.find(launch, CUDA) is None
+    assert shipped.find(launch, CUDA) is None
+    assert "did not load: sm_90.xz is damaged" in shipped.complaint(CUDA)
+
+
+def test_later_kernel_that_does_not_load_raises(damaged):
+    """After a success, another way in silence would change what a training run computes with."""
+    shipped._loaded[90, variant_of(_plan(_tensor(2, 64, 128)))] = object()
+    with pytest.raises(ValueError, match="damaged"):
+        shipped.find(_plan(_tensor(2, 256, 512), config=PAIR), CUDA)
 
 
 @pytest.fixture

@@ -162,11 +162,11 @@ def _look_up(architecture: int, variant: Variant, device: torch.device) -> Shipp
 
 
 def _masking_k(variant: Variant) -> Variant:
-    """The variant that takes every K."""
-    constants = dict(variant.constants)
-    return replace(
-        variant, constants=frozenset({**constants, "EVEN_K": False}.items() if "EVEN_K" in constants else ())
-    )
+    """The variant that takes every K, where this one takes multiples of its tile alone."""
+    constants = {name: value for name, value in variant.constants if name != "EVEN_K"}
+    if len(constants) < len(variant.constants):
+        constants["EVEN_K"] = False
+    return replace(variant, constants=frozenset(constants.items()))
 
 
 def _load(architecture: int, variant: Variant, artefact: Artefact, device: torch.device) -> ShippedKernel | None:

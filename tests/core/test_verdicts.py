@@ -13,7 +13,7 @@ from dmuon_core import env as environment
 from dmuon_core.notices import warn_once
 from dmuon_core.syrk import ladder, verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
-from dmuon_core.syrk.contract import API, SyrkSpec, with_config
+from dmuon_core.syrk.contract import API, ProductSpec, SyrkSpec, with_config
 from dmuon_core.syrk.ladder import KernelChoice, Loaded
 from dmuon_core.syrk.verdicts import Verdict, batch_class, operands_key
 
@@ -227,3 +227,90 @@ def test_the_environment_turns_graphs_off(monkeypatch):
     for value, on in (("0", False), ("off", False), ("", True), ("1", True)):
         monkeypatch.setenv("DMUON_NS_CUDA_GRAPH", value)
         assert environment.read_settings().ns_cuda_graph is on
+
+
+def test_keys_of_inexact_and_of_whole_products():
+    """Where nothing is saved, as with A Aᵀ alone, both kinds share what was measured."""
+    x, r = torch.randn(16, 64, 96).half(), torch.randn(16, 64, 64).half()
+    assert verdicts.operands_key(x, None, None, exact=False) == verdicts.operands_key(x, None, None)
+    assert verdicts.operands_key(r, None, r, exact=False) == "float16 k · c 16x64x64 ~"
+    assert verdicts.operands_key(r, r, None, exact=False) == "float16 k k · 16x64x64 ~"
+    assert verdicts.product_key(r, x) == "float16 k k product 16x64x64x96"
+    assert verdicts.product_key(x, x.mT) == "float16 k m product 16x64x96x64"
+
+
+@pytest.fixture
+def measured(two, monkeypatch):
+    """A choice that goes by verdicts on a CPU too, and the configurations in which its second backend multiplied."""
+    monkeypatch.setattr(KernelChoice, "_measures", lambda self, device: True)
+    calls = []
+
+    def product(a, b, *, out, config):
+        calls.append(config)
+        return torch.bmm(a, b, out=out)
+
+    rungs = (
+        two[0][0],
+        Loaded(
+            dataclasses.replace(two[0][1].spec, product=ProductSpec(lambda: product, lambda a, b, out: ("tile-1",))),
+            two[0][1].fn,
+        ),
+    )
+    choice = KernelChoice("auto")
+    choice._ladders[CPU] = rungs
+    return choice, calls
+
+
+def test_a_whole_product_runs_where_it_was_measured_to_be_faster(measured):
+    """Of the kernels that are there: a verdict on another one's time says nothing here."""
+    choice, _ = measured
+    r = torch.randn(2, 64, 64).half()
+    half = verdicts.operands_key(r, r, None, exact=False)
+    whole = verdicts.product_key(r, r)
+    assert not choice.prefers_whole(r, r, r)
+    verdicts.add(CPU, {half: Verdict("second", "large", 5.0)}, keep=False)
+    assert not choice.prefers_whole(r, r, r)
+    verdicts.add(CPU, {whole: Verdict(verdicts.BMM, None, 4.0)}, keep=False)
+    assert choice.prefers_whole(r, r, r)
+    verdicts.add(CPU, {whole: Verdict(verdicts.BMM, None, 6.0)}, keep=False)
+    assert not choice.prefers_whole(r, r, r)
+    verdicts.add(CPU, {whole: Verdict("absent", "x", 1.0)}, keep=False)
+    assert not choice.prefers_whole(r, r, r)
+
+
+def test_products_go_to_what_was_measured_and_else_to_torch(measured):
+    choice, calls = measured
+    a, b = torch.randn(2, 64, 64), torch.randn(2, 64, 96)
+    out = torch.empty(2, 64, 96)
+    key = verdicts.product_key(a, b)
+    for verdict, ran in (
+        (None, []),
+        (Verdict("second", "tile-1", 1.0), ["tile-1"]),
+        (Verdict("second", "gone", 1.0), []),
+        (Verdict("absent", "tile-1", 1.0), []),
+        (Verdict(verdicts.BMM, None, 1.0), []),
+    ):
+        calls.clear()
+        if verdict is not None:
+            verdicts.add(CPU, {key: verdict}, keep=False)
+        choice.multiply(a, b, out=out)
+        assert calls == ran, verdict
+
+
+def test_loose_kernels_run_where_they_may(two):
+    """``syrk`` promises D == D.mT; Newton-Schulz does not need it."""
+    loose_calls = []
+
+    def loose(a, b=None, c=None, **options):
+        loose_calls.append(options.get("config"))
+        return torch_syrk(a, b, c, **{k: v for k, v in options.items() if k != "config"})
+
+    spec = dataclasses.replace(two[0][0].spec, load_loose=lambda: loose)
+    choice = KernelChoice("auto")
+    choice._ladders[CPU] = (Loaded(spec, two[0][0].fn), two[0][1])
+    r = torch.randn(2, 64, 64).half()
+    choice(r, r)
+    assert not loose_calls
+    choice(r, r, exact=False)
+    assert loose_calls == [None]
+    assert choice.launches == {"first": 2}

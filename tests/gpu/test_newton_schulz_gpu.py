@@ -284,3 +284,43 @@ def test_tuning_chooses_what_runs_and_keeps_it(monkeypatch, tmp_path):
     key = verdicts.operands_key(x, None, None)
     if not found[key].whole_is_faster:
         assert ns.kernel.launches[found[key].kernel] >= 2
+
+
+def test_every_quack_product_and_the_loose_kernel():
+    """What verdicts may choose beside symmetric kernels: right in every layout, and symmetric but for rounding."""
+    found = {each.name: each.spec for each in ladder.survey(torch.device("cuda", 0))}.get("quack")
+    if found is None:
+        pytest.skip("quack does not run here")
+    for m, n in ((264, 520), (200, 200), (1024, 4096)):
+        q, x = torch.randn(2, m, m, device="cuda").half(), torch.randn(2, m, n, device="cuda").half() / n**0.5
+        for a, b, out in ((q, x, torch.empty_like(x)), (x, x.mT, torch.empty_like(q)), _by_columns(q, x)):
+            want = a.float() @ b.float()
+            allowed = 2 * float((want.half().float() - want).abs().max())
+            labels = found.product.configs(a, b, out)
+            assert labels
+            for label in labels:
+                found.product.load()(a, b, out=out.fill_(float("nan")), config=label)
+                assert float((out.float() - want).abs().max()) <= allowed, label
+        r = x @ x.mT
+        c = r + r.mT
+        loose, exact = (load()(r, r, c, alpha=0.5, beta=2.0) for load in (found.load_loose, found.load))
+        assert relative_error(loose, exact) <= 1e-3
+        assert relative_error(loose, loose.mT) <= 1e-3
+
+
+def _by_columns(q, x):
+    tall = x.mT.contiguous().mT
+    return q, tall, torch.empty_like(tall)
+
+
+@pytest.mark.parametrize("form", ["gram", "direct"])
+def test_with_whole_products_for_symmetric_ones(form, monkeypatch):
+    """Where both halves are computed R is symmetric but for rounding; the bounds hold as they do mirrored."""
+    monkeypatch.setattr(ladder.KernelChoice, "prefers_whole", lambda self, a, b, whole: True)
+    ns = NewtonSchulz(form)
+    for family in HARD:
+        for shape in ((64, 256), (67, 131), (96, 96)):
+            x = matrix(family, shape)
+            for _ in range(3):
+                got = judge(x, ns(x.cuda()).cpu(), ns.schedule().triples)
+                assert got.sigma_max <= got.sigma_bound, (family, shape, got)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dmuon_core.testing.syrk import run_syrk_case, run_syrk_error_case, syrk_cases, syrk_error_cases
-from dmuon_kernels.probes import quack_rejects
-from dmuon_kernels.quack_config import QuackConfig
+from dmuon_kernels.probes import quack_multiplies, quack_rejects
+from dmuon_kernels.quack_config import PRODUCT_CANDIDATES, QuackConfig, parse_product_config
 
 CALLS = []
 
@@ -98,3 +98,64 @@ def test_tiles_of_192_never_meet_m_major_operands(quack_syrk):
     with pytest.raises(ValueError, match="quack-192x192-c1x1 takes a and b with rows"):
         quack_syrk(a, a.mT, config="quack-192x192-c1x1")
     assert len(CALLS) == before
+
+
+def fake_gemm(A, B, D, C, semaphore, tile_m, tile_n, cluster_m, cluster_n, *, pingpong):
+    """[B, M, K] by [B, N, K], both factors in either layout, the result row-major in these tests."""
+    assert C is None
+    assert D.stride(-1) == 1
+    CALLS.append((tile_m, tile_n, cluster_m, cluster_n, pingpong))
+    D.copy_(A.float() @ B.float().mT)
+
+
+@pytest.fixture(scope="module")
+def quack_product(quack_syrk):
+    module = types.ModuleType("quack.gemm")
+    module.gemm = fake_gemm
+    sys.modules["quack.gemm"] = module
+    from dmuon_kernels.quack_product import quack_product
+
+    yield quack_product
+    for name in ("quack.gemm", "dmuon_kernels.quack_product"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "gram"])
+def test_the_general_product_in_every_layout(quack_product, layout):
+    """A transposed X is multiplied transposed; the result has to land where X's layout says."""
+    a, b = torch.randn(2, 24, 24).half(), torch.randn(2, 24, 40).half()
+    out = torch.full((2, 24, 40), float("nan")).half()
+    if layout == "columns":
+        b, out = b.mT.contiguous().mT, out.mT.contiguous().mT
+    if layout == "gram":
+        a, b, out = b, b.mT, torch.empty(2, 24, 24).half()
+    assert quack_multiplies(a, b, out)
+    assert quack_product(a, b, out=out, config="product-128x192-c2x1-pp") is out
+    assert CALLS[-1] == (128, 192, 2, 1, True)
+    torch.testing.assert_close(out, (a.float() @ b.float()).half())
+
+
+def test_what_the_general_product_does_not_take():
+    a, b, out = (torch.zeros(2, 24, 24).half() for _ in range(3))
+    assert quack_multiplies(a, b, out)
+    assert not quack_multiplies(a.float(), b.float(), out.float())
+    assert not quack_multiplies(a.mT, b, out)
+    assert not quack_multiplies(a, b, out.mT)
+    assert not quack_multiplies(torch.zeros(2, 24, 20).half(), b[:, :20], out)
+    assert not quack_multiplies(a, torch.zeros(2, 24, 25).half()[:, :, :24], out)
+
+
+def test_labels_of_general_products():
+    for config in PRODUCT_CANDIDATES:
+        assert parse_product_config(config.label) == config
+    with pytest.raises(ValueError, match="names no configuration of quack's product"):
+        parse_product_config("quack-128x128-c1x1")
+
+
+def test_inexact_results_are_left_as_they_come(quack_syrk):
+    """No pass over the squares, and the lower triangle is that of the exact result."""
+    a = torch.randn(2, 200, 64).half()
+    b = a.clone()
+    loose, exact = quack_syrk(a, b, exact=False), quack_syrk(a, b)
+    assert not torch.equal(loose, loose.mT)
+    assert torch.equal(loose.tril(), exact.tril())

@@ -28,11 +28,11 @@ class Arithmetic(Protocol):
     """How products are computed and where their results live."""
 
     def gram(self, xs: Sequence[Tensor]) -> Tensor:
-        """X Xᵀ of every matrix, ``[B, M, M]``, symmetric."""
+        """X Xᵀ of every matrix, ``[B, M, M]``, symmetric but for rounding."""
         ...
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
-        """``a I + b R + c R²``, exactly symmetric."""
+        """``a I + b R + c R²``, symmetric but for rounding."""
         ...
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:

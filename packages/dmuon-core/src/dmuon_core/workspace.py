@@ -153,28 +153,28 @@ class Buffers:
     def gram(self, xs: Sequence[Tensor]) -> Tensor:
         r_BMM = self._square()
         for x_BMN, at in zip(xs, self._slices, strict=True):
-            if self._kernel.prefers_whole(x_BMN):
-                torch.bmm(x_BMN, x_BMN.mT, out=r_BMM[at])
+            if self._kernel.prefers_whole(x_BMN, None, x_BMN.mT):
+                self._kernel.multiply(x_BMN, x_BMN.mT, out=r_BMM[at])
             else:
                 self._kernel(x_BMN, out=r_BMM[at])
         return r_BMM
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         a, b, c = triple
-        return add_to_diagonal_(self._kernel(r, None, r, alpha=c, beta=b, out=self._square()), a)
+        return add_to_diagonal_(self._kernel(r, None, r, alpha=c, beta=b, out=self._square(), exact=False), a)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        if self._kernel.prefers_whole(a, b):
+        if self._kernel.prefers_whole(a, b, b):
             return self.whole(a, b)
-        return self._kernel(a, b, out=self._square())
+        return self._kernel(a, b, out=self._square(), exact=False)
 
     def whole(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a, b, out=self._square())
+        return self._kernel.multiply(a, b, out=self._square())
 
     def apply(self, q: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         outs = self._stacks[1] if xs[0].data_ptr() == self._stacks[0][0].data_ptr() else self._stacks[0]
         for x_BMN, out_BMN, at in zip(xs, outs, self._slices, strict=True):
-            torch.bmm(q[at], x_BMN, out=out_BMN)
+            self._kernel.multiply(q[at], x_BMN, out=out_BMN)
         return outs
 
 

@@ -193,6 +193,14 @@ def quack_rejects(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
     return None
 
 
+def quack_multiplies(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether quack's general product takes A B: ``a`` row-major, ``out`` too or column-major as ``b``."""
+    if a.dtype not in _HALVES or not has_aligned_rows(a) or a.shape[-1] == 0:
+        return False
+    by_columns = has_aligned_rows(b.mT)
+    return has_aligned_rows(b) or by_columns if has_aligned_rows(out) else has_aligned_rows(out.mT) and by_columns
+
+
 def has_aligned_rows(x: Tensor) -> bool:
     """Whether x is row-major, and every row and matrix starts at a multiple of 16 bytes."""
     strides = (stride * x.element_size() for stride in x.stride()[:-1])

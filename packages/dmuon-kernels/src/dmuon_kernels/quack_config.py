@@ -1,4 +1,4 @@
-"""The tiles of quack's symmetric product. Imports no quack."""
+"""The tiles of quack's products. Imports no quack."""
 
 from __future__ import annotations
 
@@ -97,3 +97,45 @@ def choose_quack_config(capability: tuple[int, int], m: int, k: int, batch: int,
 def quack_candidates(capability: tuple[int, int], *, k_major: bool) -> tuple[QuackConfig, ...]:
     """The configurations worth timing on a device of this compute capability."""
     return tuple(x for x in SM90_CANDIDATES if k_major or x.takes_m_major) if capability[0] == 9 else ()
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """How one launch of quack's general product is built; the attributes are those of :class:`QuackConfig`."""
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    pingpong: bool = False
+
+    @property
+    def label(self) -> str:
+        """A name that :func:`parse_product_config` reads."""
+        cluster = f"{self.cluster_m}x{self.cluster_n}"
+        return f"product-{self.tile_m}x{self.tile_n}-c{cluster}{'-pp' if self.pingpong else ''}"
+
+
+PRODUCT_CANDIDATES = (
+    ProductConfig(128, 128, 2, 1, pingpong=True),
+    ProductConfig(128, 192, 2, 1, pingpong=True),
+    ProductConfig(128, 256, 2, 1),
+    ProductConfig(256, 128, 2, 1),
+    ProductConfig(256, 192, 1, 2),
+)
+"""Worth timing on SM90."""
+
+_PRODUCT_LABEL = re.compile(_LABEL.pattern.replace("quack", "product"))
+
+
+def parse_product_config(label: str) -> ProductConfig:
+    """The configuration with this ``label``.
+
+    Raises:
+        ValueError: it is no label of one.
+    """
+    match = _PRODUCT_LABEL.fullmatch(label)
+    if match is None:
+        raise ValueError(f"{label!r} names no configuration of quack's product")
+    tile_m, tile_n, cluster_m, cluster_n = (int(match[i]) for i in range(1, 5))
+    return ProductConfig(tile_m, tile_n, cluster_m, cluster_n, bool(match[5]))

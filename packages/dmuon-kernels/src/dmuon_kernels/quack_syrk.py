@@ -31,6 +31,7 @@ def quack_syrk(
     out: Tensor | None = None,
     sms: int | None = None,
     config: QuackConfig | str | None = None,
+    exact: bool = True,
 ) -> Tensor:
     """``alpha * a @ b.mT + beta * c`` for fp16 and bf16, as ``dmuon_core.syrk.contract`` says.
 
@@ -43,6 +44,8 @@ def quack_syrk(
         out: [*, M, M], its own memory or ``c`` itself. A layout that the kernel cannot store costs a copy.
         sms: not supported and ignored.
         config: instead of the configuration for this shape; or its label.
+        exact: False leaves the squares on the diagonal as they come: D equals its transpose but for rounding, and all
+            of C counts. It saves a pass over them.
 
     Raises:
         ValueError: operands outside the contract, or that ``quack_rejects`` names, or that ``config`` cannot take.
@@ -70,7 +73,7 @@ def quack_syrk(
         raise ValueError(f"syrk: {config.label} takes a and b with rows at multiples of 16 bytes only")
     with _on_device(a.device):
         _multiply(a_BMK, b_BMK, c_BMM, stored_BMM, alpha, beta, config)
-        if b is not None or c_BMM is not None:
+        if exact and (b is not None or c_BMM is not None):
             _mirror_squares(stored_BMM, config.side)
     if stored_BMM.data_ptr() != d.data_ptr():
         d.copy_(stored_BMM.view(d.shape))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from dmuon_core.normalize import normalize_into
-from dmuon_core.syrk.contract import NormalizeFn, SyrkFn, SyrkSpec
+from dmuon_core.syrk.contract import NormalizeFn, ProductFn, ProductSpec, SyrkFn, SyrkSpec
 from dmuon_kernels import routes
 from dmuon_kernels.probes import (
+    SM90,
     has_tma,
     is_k_major,
     not_carried,
     probe_cute_sm80,
     probe_quack,
+    quack_multiplies,
     quack_rejects,
     tma_complaint,
 )
-from dmuon_kernels.quack_config import quack_candidates
+from dmuon_kernels.quack_config import PRODUCT_CANDIDATES, quack_candidates
 from dmuon_kernels.triton_config import tma_candidates
 
 CONTRACT = 1
@@ -28,6 +32,18 @@ def _load_quack() -> SyrkFn:
     from dmuon_kernels.quack_syrk import quack_syrk
 
     return quack_syrk
+
+
+def _load_loose_quack() -> SyrkFn:
+    from dmuon_kernels.quack_syrk import quack_syrk
+
+    return functools.partial(quack_syrk, exact=False)
+
+
+def _load_quack_product() -> ProductFn:
+    from dmuon_kernels.quack_product import quack_product
+
+    return quack_product
 
 
 def _load_cute_sm80() -> SyrkFn:
@@ -55,6 +71,13 @@ def quack_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, .
     return tuple(config.label for config in quack_candidates(capability, k_major=is_k_major(a, b)))
 
 
+def quack_product_configs(a: Tensor, b: Tensor, out: Tensor) -> tuple[str, ...]:
+    """The labels of quack's configurations for A B that are worth timing; none where it does not take the operands."""
+    if torch.cuda.get_device_capability(a.device) != SM90 or not quack_multiplies(a, b, out):
+        return ()
+    return tuple(config.label for config in PRODUCT_CANDIDATES)
+
+
 def triton_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:
     """The labels of the Triton configurations worth timing for these operands, with a row-major result."""
     if not has_tma(a.device) or a.numel() == 0:
@@ -79,6 +102,8 @@ QUACK = SyrkSpec(
     quack_rejects,
     quack_configs,
     normalize=_load_normalize,
+    load_loose=_load_loose_quack,
+    product=ProductSpec(_load_quack_product, quack_product_configs),
 )
 CUTE_SM80 = SyrkSpec("cute_sm80", CONTRACT, "DMuon internal", 80, probe_cute_sm80, _load_cute_sm80)
 TRITON = SyrkSpec(

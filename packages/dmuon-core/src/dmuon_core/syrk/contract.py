@@ -57,6 +57,26 @@ class NormalizeFn(Protocol):
     def __call__(self, matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None: ...
 
 
+class ProductFn(Protocol):
+    """A B, every entry computed: a [B, M, K], b [B, K, N], out [B, M, N], accumulated in fp32 and rounded once."""
+
+    def __call__(self, a: Tensor, b: Tensor, *, out: Tensor, config: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ProductSpec:
+    """Whole products that a backend brings. They run where a measurement says so, else ``torch.bmm`` does.
+
+    Attributes:
+        load: returns the function; may import what it needs and may raise anything.
+        configs: ``configs(a, b, out)`` names the configurations worth timing for these operands: none where the
+            function does not take them.
+    """
+
+    load: Callable[[], ProductFn]
+    configs: Callable[[Tensor, Tensor, Tensor], Sequence[str]]
+
+
 def accept_all(a: Tensor, b: Tensor | None, c: Tensor | None) -> str | None:
     """The ``rejects`` of a backend that takes every operand."""
     return None
@@ -96,6 +116,9 @@ class SyrkSpec:
         normalize: returns a fused norm and cast that runs where the backend does; may import what it needs and may
             raise anything. None where the backend brings none.
         notes: ``notes(device)`` says how it runs on a device where its probe found nothing against it, for people.
+        load_loose: returns the kernel without what only makes D equal its transpose bitwise: the two halves may differ
+            by a rounding, and all of C counts. None where that saves nothing.
+        product: whole products that come with the backend.
     """
 
     name: str
@@ -109,6 +132,8 @@ class SyrkSpec:
     predict: Callable[[int, int, int, torch.device], float | None] = no_prediction
     normalize: Callable[[], NormalizeFn] | None = None
     notes: Callable[[torch.device], str] = no_notes
+    load_loose: Callable[[], SyrkFn] | None = None
+    product: ProductSpec | None = None
 
 
 def with_config(fn: SyrkFn, config: str | None) -> SyrkFn:

@@ -6,8 +6,10 @@ Shared between them is only what cannot differ: the outcome of loading one backe
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,6 +138,7 @@ class KernelChoice:
     _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
     _orders: dict[tuple[torch.device, int, str], tuple[Loaded, ...]] = field(default_factory=dict)
     _wholes: dict[tuple[torch.device, int, str], bool] = field(default_factory=dict)
+    _products: dict[tuple[torch.device, int, str], Callable[..., Tensor] | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kernel: str, *, deterministic: bool = False) -> KernelChoice:
@@ -149,8 +152,11 @@ class KernelChoice:
             choice.ladder(default_device())
         return choice
 
-    def ladder(self, device: torch.device) -> tuple[Loaded, ...]:
+    def ladder(self, device: torch.device, *, exact: bool = True) -> tuple[Loaded, ...]:
         """The backends to try on ``device``, best first; never empty. One only where the user named it.
+
+        Args:
+            exact: False takes kernels whose result may differ from its transpose by a rounding, where they are faster.
 
         Raises:
             KernelUnavailableError: the named backend cannot run there.
@@ -159,7 +165,7 @@ class KernelChoice:
             if not computes(device):
                 return (Loaded(TORCH, torch_syrk),)
             self._ladders[device] = _climb(device) if self.name == "auto" else (_named(self.name, device),)
-        return self._ladders[device]
+        return self._ladders[device] if exact else tuple(map(_loosened, self._ladders[device]))
 
     def __call__(
         self,
@@ -171,10 +177,15 @@ class KernelChoice:
         beta: Scalar = 0.0,
         out: Tensor | None = None,
         sms: int | None = None,
+        exact: bool = True,
     ) -> Tensor:
-        """One symmetric product by the best backend that takes these operands (``dmuon_core.syrk.contract``)."""
+        """One symmetric product by the best backend that takes these operands (``dmuon_core.syrk.contract``).
+
+        Args:
+            exact: False allows D to differ from its transpose by a rounding; then all of C counts.
+        """
         refusals: list[str] = []
-        for spec, fn in self.order(a, b, c):
+        for spec, fn in self.order(a, b, c, exact=exact):
             refusal = refusal_of(spec, a, b, c)
             if refusal is None:
                 self.ran[spec.name] = spec, a.device
@@ -183,28 +194,45 @@ class KernelChoice:
             refusals.append(f"{spec.name}: {refusal}")
         raise unavailable(self.name, a.device, "it does not take these operands: " + "; ".join(refusals))
 
-    def order(self, a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Loaded, ...]:
+    def order(self, a: Tensor, b: Tensor | None, c: Tensor | None, *, exact: bool = True) -> tuple[Loaded, ...]:
         """The backends to try for these operands: the fastest known, then the ladder."""
-        ladder = self.ladder(a.device)
+        ladder = self.ladder(a.device, exact=exact)
         if self.deterministic or a.device.type != "cuda" or not computes(a.device):
             return ladder
-        key = (a.device, verdicts.epoch(), verdicts.operands_key(a, b, c))
+        key = (a.device, verdicts.epoch(), verdicts.operands_key(a, b, c, exact=exact))
         if key not in self._orders:
             self._orders[key] = _ranked(ladder, a, b, c, key[2])
         return self._orders[key]
 
-    def prefers_whole(self, a: Tensor, b: Tensor | None = None) -> bool:
-        """Whether ``torch.bmm`` over both halves was measured to be faster than the symmetric product A Bᵀ.
+    def prefers_whole(self, a: Tensor, b: Tensor | None, whole: Tensor) -> bool:
+        """Whether A · ``whole``, every entry computed, was measured to be faster than the symmetric product A Bᵀ.
 
-        Never where the user named the kernel, and where bits must not depend on what was measured.
+        It is where a launch costs more than the work.
         """
-        if self.name != "auto" or self.deterministic or a.device.type != "cuda":
+        if not self._measures(a.device):
             return False
-        key = (a.device, verdicts.epoch(), verdicts.operands_key(a, b, None))
+        key = (a.device, verdicts.epoch(), verdicts.operands_key(a, b, None, exact=False))
         if key not in self._wholes:
-            found = verdicts.find(a.device, key[2])
-            self._wholes[key] = bool(found) and found[0].whole_is_faster
+            names = {each.spec.name for each in self.ladder(a.device)}
+            halves = _microseconds(a.device, key[2], names)
+            wholes = _microseconds(a.device, verdicts.product_key(a, whole), {*names, verdicts.BMM})
+            self._wholes[key] = halves is not None and wholes is not None and wholes < halves
         return self._wholes[key]
+
+    def multiply(self, a_BMK: Tensor, b_BKN: Tensor, *, out: Tensor) -> Tensor:
+        """A B, every entry computed: by ``torch.bmm``, or by what was measured to be faster."""
+        if self._measures(out.device):
+            key = (out.device, verdicts.epoch(), verdicts.product_key(a_BMK, b_BKN))
+            if key not in self._products:
+                self._products[key] = _measured_product(self.ladder(out.device), a_BMK, b_BKN, out, key[2])
+            fn = self._products[key]
+            if fn is not None:
+                return fn(a_BMK, b_BKN, out=out)
+        return torch.bmm(a_BMK, b_BKN, out=out)
+
+    def _measures(self, device: torch.device) -> bool:
+        """Whether measured times may decide: not where the user named the kernel, nor where bits must not change."""
+        return self.name == "auto" and not self.deterministic and device.type == "cuda"
 
     def normalizer(self, device: torch.device) -> NormalizeFn:
         """The norm and cast for ``device``: a fused one that a backend of the ladder brings, else core's own."""
@@ -212,7 +240,14 @@ class KernelChoice:
 
     def __getstate__(self) -> dict[str, object]:
         # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.
-        fresh: dict[str, object] = {"launches": Counter(), "ran": {}, "_ladders": {}, "_orders": {}, "_wholes": {}}
+        fresh: dict[str, object] = {
+            "launches": Counter(),
+            "ran": {},
+            "_ladders": {},
+            "_orders": {},
+            "_wholes": {},
+            "_products": {},
+        }
         return {"name": self.name, "deterministic": self.deterministic, **fresh}
 
     @property
@@ -241,6 +276,28 @@ def _ranked(ladder: tuple[Loaded, ...], a: Tensor, b: Tensor | None, c: Tensor |
             if spec.name == verdict.kernel and _offers(spec, verdict.config, a, b, c):
                 return (Loaded(spec, with_config(fn, verdict.config)), *ladder[:i], *ladder[i + 1 :])
     return _predicted(ladder, a)
+
+
+def _loosened(each: Loaded) -> Loaded:
+    return each if each.spec.load_loose is None else Loaded(each.spec, each.spec.load_loose())
+
+
+def _microseconds(device: torch.device, key: str, names: set[str]) -> float | None:
+    """Of the first of ``names`` in the verdicts."""
+    return next((verdict.microseconds for verdict in verdicts.find(device, key) if verdict.kernel in names), None)
+
+
+def _measured_product(
+    ladder: tuple[Loaded, ...], a_BMK: Tensor, b_BKN: Tensor, out: Tensor, key: str
+) -> Callable[..., Tensor] | None:
+    for verdict in verdicts.find(out.device, key):
+        if verdict.kernel == verdicts.BMM:
+            return None
+        for spec, _ in ladder:
+            offered = spec.product.configs(a_BMK, b_BKN, out) if spec.name == verdict.kernel and spec.product else ()
+            if spec.product is not None and verdict.config is not None and verdict.config in offered:
+                return functools.partial(spec.product.load(), config=verdict.config)
+    return None
 
 
 def _offers(spec: SyrkSpec, config: str | None, a: Tensor, b: Tensor | None, c: Tensor | None) -> bool:

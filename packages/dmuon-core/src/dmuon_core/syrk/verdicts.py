@@ -31,6 +31,9 @@ from dmuon_core.notices import warn_once
 from dmuon_core.syrk.discovery import describe_error, discover
 
 FORMAT = 1
+BMM = "bmm"
+"""What a verdict on a whole product calls ``torch.bmm``."""
+
 _EXACT_BATCHES = 4
 _MAKERS = ("torch", "triton", "quack-kernels", "nvidia-cutlass-dsl")
 
@@ -43,29 +46,33 @@ class Verdict:
         kernel: a backend's name.
         config: one of the backend's configurations, or None for its own choice.
         microseconds: what one product took; None where unknown.
-        whole_microseconds: what ``torch.bmm`` took for both halves, none mirrored; None where unknown or not the same
-            product, as with C.
     """
 
     kernel: str
     config: str | None = None
     microseconds: float | None = None
-    whole_microseconds: float | None = None
-
-    @property
-    def whole_is_faster(self) -> bool:
-        """Whether computing both halves takes less time, as it does where a launch costs more than the work."""
-        if self.microseconds is None or self.whole_microseconds is None:
-            return False
-        return self.whole_microseconds < self.microseconds
 
 
-def operands_key(a: Tensor, b: Tensor | None, c: Tensor | None) -> str:
-    """What a choice depends on, as ``float16 k · c 16x1024x4096``: dtype, majors of A and B, whether C, sizes."""
+def operands_key(a: Tensor, b: Tensor | None, c: Tensor | None, *, exact: bool = True) -> str:
+    """What a choice depends on, as ``float16 k · c 16x1024x4096``: dtype, majors of A and B, whether C, sizes.
+
+    A ``~`` follows where D need not equal its transpose bitwise and a kernel might make use of that.
+    """
     m, k = a.shape[-2:]
     second = "·" if b is None else _major(b)
     dtype = str(a.dtype).removeprefix("torch.")
-    return f"{dtype} {_major(a)} {second} {'·' if c is None else 'c'} {batch_class(a.shape[:-2].numel())}x{m}x{k}"
+    loose = "" if exact or (b is None and c is None) else " ~"
+    return (
+        f"{dtype} {_major(a)} {second} {'·' if c is None else 'c'} {batch_class(a.shape[:-2].numel())}x{m}x{k}{loose}"
+    )
+
+
+def product_key(a_BMK: Tensor, b_BKN: Tensor) -> str:
+    """Of a whole product A B: ``float16 k k product 16x1024x1024x4096``, majors as the rows lie, sizes B, M, K, N."""
+    dtype = str(a_BMK.dtype).removeprefix("torch.")
+    batch, m, k = a_BMK.shape
+    sizes = f"{batch_class(batch)}x{m}x{k}x{b_BKN.shape[2]}"
+    return f"{dtype} {_major(a_BMK)} {_major(b_BKN)} product {sizes}"
 
 
 def _major(x: Tensor) -> str:
@@ -235,7 +242,7 @@ def _write(name: str, page: Mapping[str, Verdict]) -> None:
 
 @functools.cache
 def _shipped(hardware: str) -> dict[str, tuple[Verdict, ...]]:
-    """Of every kernel its best configuration, as ``[kernel, config, microseconds, whole_microseconds]``."""
+    """Of every kernel its best configuration, as ``[kernel, config, microseconds]``."""
     text = resources.files("dmuon_core.syrk").joinpath("shipped_verdicts.json").read_text(encoding="utf-8")
     page = json.loads(text)["hardware"].get(hardware, {})
     return {str(key): tuple(Verdict(*row) for row in rows) for key, rows in page.items()}

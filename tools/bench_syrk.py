@@ -1,28 +1,38 @@
 #!/usr/bin/env python3
-"""Symmetric products, side by side: cuBLAS, the Triton kernels and quack, in one process on one CUDA device.
+"""The products of Newton-Schulz, side by side: cuBLAS, the Triton kernels, quack and the automatic choice.
 
-    python tools/bench_syrk.py [--out DIR] [--dtypes float16 bfloat16] [--rounds 9] [--with-c]
+    python tools/bench_syrk.py [--out DIR] [--dtypes float16 bfloat16] [--data randn real] [--rounds 7] [--exact]
 
-Checks every kernel against fp32 first, then times CUDA graphs of launches in turn, on random data, and prints the
-medians as Markdown. With --out it also writes ``syrk.json``. A kernel that does not run here has a dash.
+Checks every kernel against fp32 first, then times CUDA graphs of launches in turn, and prints the medians as Markdown.
+With --out it also writes ``syrk.json``. A kernel that does not run here has a dash.
 
-Legend: B matrices, M rows, K columns. TFLOP/s are effective: a full product's 2·B·M²·K over the time.
+The products: ``gram`` X Xᵀ, ``polynomial`` b R + c R², ``product`` of two polynomials of R, ``apply`` Q X. ``bmm`` is
+cuBLAS over both halves (with ``polynomial``, after a copy of R); the other columns are each kernel in its fastest
+configuration, ``auto`` is what Newton-Schulz would take, and ``auto / best`` compares it with the fastest of all.
+``real`` operands are those of a Newton-Schulz iteration on a Gaussian matrix after its restart.
+
+Legend: B matrices, M rows, K columns. TFLOP/s are effective: those of a whole product over the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dmuon_core.syrk.builtin import CUBLAS
-from dmuon_kernels import specs
+from dmuon_core.coefficients import POLAR_EXPRESS
+from dmuon_core.iteration import FreshArithmetic
+from dmuon_core.syrk.builtin import full_precision_reduction, torch_syrk
+from dmuon_core.syrk.contract import with_config
+from dmuon_core.syrk.ladder import KernelChoice, Loaded, refusal_of
 
 SHAPES = [
     (1, 256, 1024), (16, 256, 1024), (1, 512, 2048), (16, 512, 2048), (1, 1024, 1024), (1, 1024, 4096),
@@ -31,58 +41,107 @@ SHAPES = [
 ]  # fmt: skip
 SECONDS = 2e-3
 """About as much device time as one replay takes."""
+_, SECOND, _, _, _ = POLAR_EXPRESS.triples
+Run = Callable[[], Tensor]
 
 
-def kernels(device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    """The backends that run on ``device``, after printing why the others do not."""
-    found = {}
-    for spec in (CUBLAS, specs.TRITON, specs.QUACK):
-        reason = spec.probe(device)
-        if reason is None:
-            found[spec.name] = spec.load()
-        else:
-            print(f"{spec.name}: {reason}")
-    return found
+@dataclass(frozen=True)
+class Product:
+    """One product and every way to compute it, into the same memory."""
+
+    kind: str
+    batch: int
+    m: int
+    k: int
+    want: Tensor
+    runs: dict[str, Run]
+    auto: str
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.m * self.k
 
 
-def runs(x_BMK: Tensor, c_BMM: Tensor | None, backends: dict[str, Callable[..., Tensor]]) -> dict[str, Callable]:
-    """What is timed: cuBLAS's full product without mirroring, every backend's own choice, and its configurations."""
-    out = x_BMK.new_empty((*x_BMK.shape[:-1], x_BMK.shape[1]))
-    options = {"out": out} if c_BMM is None else {"c": c_BMM, "beta": 0.5, "out": out}
-    todo: dict[str, Callable] = {}
-    if c_BMM is None:
-        todo["bmm"] = lambda: torch.bmm(x_BMK, x_BMK.mT, out=out)
+def products(
+    shape: tuple[int, int, int], dtype: torch.dtype, data: str, choice: KernelChoice, exact: bool
+) -> Iterator[Product]:
+    """All products of Newton-Schulz with these sizes."""
+    batch, m, k = shape
+    x = (torch.randn(batch, m, k, device="cuda") / (m * k) ** 0.5).to(dtype)
+    arithmetic = FreshArithmetic(torch_syrk)
+    r = arithmetic.gram((x,))
+    if data == "real":
+        w = arithmetic.polynomial(r, POLAR_EXPRESS.triples[0])
+        x = arithmetic.apply(w, (x,))[0]
+        r = arithmetic.gram((x,))
+    w = arithmetic.polynomial(r, SECOND)
+    yield symmetric("gram", x, None, None, choice, exact)
+    if k == m:
+        yield symmetric("polynomial", r, None, r, choice, exact)
+        yield symmetric("product", w, r, None, choice, exact)
+    yield whole("apply", w, x, choice)
+
+
+def symmetric(kind: str, a: Tensor, b: Tensor | None, c: Tensor | None, choice: KernelChoice, exact: bool) -> Product:
+    out = a.new_empty((*a.shape[:-1], a.shape[1]))
+    options = {"out": out} if c is None else {"beta": SECOND[1], "alpha": SECOND[2], "out": out}
+    right = (a if b is None else b).mT
+    runs: dict[str, Run] = {}
+    if c is None:
+        runs["bmm"] = lambda: torch.bmm(a, right, out=out)
     else:
-        todo["bmm"] = lambda: torch.baddbmm(c_BMM, x_BMK, x_BMK.mT, beta=0.5, out=out)
-    for spec in (CUBLAS, specs.TRITON, specs.QUACK):
-        if spec.name not in backends:
-            continue
-        fn = backends[spec.name]
-        todo[spec.name] = lambda fn=fn: fn(x_BMK, **options)
-        for label in spec.configs(x_BMK, None, c_BMM):
-            todo[f"{spec.name} {label}"] = lambda fn=fn, label=label: fn(x_BMK, config=label, **options)
-    return todo
+        runs["bmm"] = lambda: torch.baddbmm(c, a, right, beta=SECOND[1], alpha=SECOND[2], out=out)
+    for spec, fn in choice.ladder(a.device, exact=exact):
+        if spec.name != "torch" and refusal_of(spec, a, b, c) is None:
+            for config in [None, *spec.configs(a, b, c)]:
+                runs[f"{spec.name} {config or ''}"] = functools.partial(with_config(fn, config), a, b, c, **options)
+    chosen = choice.order(a, b, c, exact=exact)[0]
+    if c is None and not exact and choice.prefers_whole(a, b, right if b is None else b):
+        runs["auto"] = lambda: choice.multiply(a, right if b is None else b, out=out)
+        label = "whole"
+    else:
+        runs["auto"] = functools.partial(choice, a, b, c, exact=exact, **options)
+        label = _label(chosen)
+    want = (SECOND[2] if c is not None else 1.0) * (a[0].float() @ right[0].float())
+    if c is not None:
+        want += SECOND[1] * c[0].float()
+    return Product(kind, *a.shape[:2], a.shape[2], want, runs, label)
 
 
-def checked(name: str, run: Callable[[], Tensor], want_MM: Tensor) -> bool:
-    """Whether ``run`` computes the first product right, symmetric to the bit, and everywhere."""
+def _label(chosen: Loaded) -> str:
+    config = chosen.fn.keywords.get("config") if isinstance(chosen.fn, functools.partial) else None
+    return f"{chosen.spec.name} {config or ''}"
+
+
+def whole(kind: str, q: Tensor, x: Tensor, choice: KernelChoice) -> Product:
+    out = torch.empty_like(x)
+    runs: dict[str, Run] = {"bmm": lambda: torch.bmm(q, x, out=out)}
+    for spec, _ in choice.ladder(q.device):
+        if spec.product is not None:
+            for config in spec.product.configs(q, x, out):
+                runs[f"{spec.name} {config}"] = functools.partial(spec.product.load(), q, x, out=out, config=config)
+    runs["auto"] = lambda: choice.multiply(q, x, out=out)
+    return Product(kind, *x.shape, q[0].float() @ x[0].float(), runs, "")
+
+
+def checked(name: str, run: Run, want: Tensor) -> bool:
+    """Whether ``run`` computes the first product right, and everywhere."""
     try:
-        got = run()
-        got.fill_(float("nan"))
+        run().fill_(float("nan"))
         got = run()
         torch.cuda.synchronize()
     except Exception as error:
         print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
         return False
-    error = ((got[0].float() - want_MM).norm() / want_MM.norm()).item()
-    symmetric = name == "bmm" or torch.equal(got, got.mT)
-    if not error < 5e-3 or not symmetric or got.isnan().any():
-        print(f"{name}: relative error {error:.2g}, symmetric: {symmetric}")
+    # Of a polynomial the sum is smaller than its terms; rounding in bfloat16 is 2^-8 of an entry.
+    error = float((got[0].float() - want).norm() / want.norm())
+    if not error < 5e-3 or got.isnan().any():
+        print(f"{name}: relative error {error:.2g}")
         return False
     return True
 
 
-def captured(run: Callable[[], Tensor], launches: int) -> torch.cuda.CUDAGraph:
+def captured(run: Run, launches: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(launches):
@@ -109,33 +168,37 @@ def medians(graphs: dict[str, torch.cuda.CUDAGraph], launches: int, rounds: int)
     }
 
 
-def measure(shape: tuple[int, int, int], dtype: torch.dtype, rounds: int, with_c: bool, backends: dict) -> dict:
-    batch, m, k = shape
-    x_BMK = (torch.randn(batch, m, k, device="cuda") / k**0.5).to(dtype)
-    c_BMM = None
-    want_MM = x_BMK[0].float() @ x_BMK[0].float().mT
-    if with_c:
-        c_BMM = torch.randn(batch, m, m, device="cuda")
-        c_BMM = (c_BMM + c_BMM.mT).to(dtype)
-        want_MM += 0.5 * c_BMM[0].float()
-    launches = max(2, min(40, int(SECONDS / (2 * batch * m * m * k / 1e15 + 3e-6))))
-    good = {name: run for name, run in runs(x_BMK, c_BMM, backends).items() if checked(name, run, want_MM)}
-    times = medians({name: captured(run, launches) for name, run in good.items()}, launches, rounds)
-    return {"batch": batch, "m": m, "k": k, "dtype": str(dtype)[6:], "with_c": with_c, "us": times}
+def measure(product: Product, rounds: int) -> dict[str, float]:
+    """Microseconds of every way that computes right."""
+    with full_precision_reduction():
+        good = {name: run for name, run in product.runs.items() if checked(f"{product.kind} {name}", run, product.want)}
+        launches = max(2, min(40, int(SECONDS / (product.flops / 1e15 + 3e-6))))
+        return medians({name: captured(run, launches) for name, run in good.items()}, launches, rounds)
 
 
-def row(result: dict) -> str:
-    times, batch, m, k = result["us"], result["batch"], result["m"], result["k"]
-    cells = [f"{batch}×{m}×{k}", result["dtype"]]
-    cells += [f"{times[name]:.1f}" if name in times else "–" for name in ("bmm", "cublas")]
-    for backend in ("triton", "quack"):
-        tuned = {name: us for name, us in times.items() if name.startswith(f"{backend} ")}
-        best = min(tuned, key=tuned.__getitem__, default=None)
-        cells.append(f"{times[backend]:.1f}" if backend in times else "–")
-        cells.append(f"{tuned[best]:.1f} {best.split()[1].split('-', 1)[1]}" if best else "–")
-    ours = [us for name, us in times.items() if name != "bmm"]
-    cells.append(f"{2 * batch * m * m * k / min(ours) / 1e6:.0f}" if ours else "–")
-    return "| " + " | ".join(cells) + " |"
+BACKENDS = ("cublas", "triton", "quack")
+HEADER = (
+    "product",
+    "batch×M×K",
+    "dtype",
+    "data",
+    "bmm",
+    *BACKENDS,
+    "auto",
+    "auto takes",
+    "auto / best",
+    "TFLOP/s of auto",
+)
+
+
+def row(product: Product, dtype: str, data: str, times: dict[str, float]) -> list[str]:
+    cells = [product.kind, f"{product.batch}×{product.m}×{product.k}", dtype, data, f"{times['bmm']:.1f}"]
+    for backend in BACKENDS:
+        own = [us for name, us in times.items() if name.startswith(f"{backend} ")]
+        cells.append(f"{min(own):.1f}" if own else "–")
+    best = min(us for name, us in times.items() if name != "auto")
+    auto = times["auto"]
+    return [*cells, f"{auto:.1f}", product.auto.strip(), f"{auto / best:.3f}", f"{product.flops / auto / 1e6:.0f}"]
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -145,30 +208,39 @@ def environment(device: torch.device) -> dict[str, str]:
     return {"gpu": name, "torch": version, "triton": triton.__version__, "python": platform.python_version()}
 
 
-def main() -> None:
+def table(header: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [list(header), ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(arguments: list[str] | None = None) -> str:
+    """Measure, write the JSON, and return the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for syrk.json")
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--with-c", action="store_true", help="add half of a C to every product")
-    arguments = parser.parse_args()
+    parser.add_argument("--data", nargs="+", default=["randn", "real"], choices=["randn", "real"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--exact", action="store_true", help="ask symmetric kernels for D == D.mT, bit by bit")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
-    backends = kernels(device)
-    results = []
-    for dtype in arguments.dtypes:
-        for shape in SHAPES:
-            results.append(measure(shape, getattr(torch, dtype), arguments.rounds, arguments.with_c, backends))
-            if arguments.out is not None:
-                report = {"environment": environment(device), "results": results}
-                arguments.out.joinpath("syrk.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps(environment(device)))
-    print("| batch×M×K | dtype | bmm | cublas | triton | its best | quack | its best | TFLOP/s of the best |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    print("\n".join(map(row, results)))
+    choice = KernelChoice.of("auto")
+    results, rows = [], []
+    for dtype in options.dtypes:
+        for data in options.data:
+            for shape in SHAPES:
+                for product in products(shape, getattr(torch, dtype), data, choice, options.exact):
+                    times = measure(product, options.rounds)
+                    rows.append(row(product, dtype, data, times))
+                    sizes = {"kind": product.kind, "batch": product.batch, "m": product.m, "k": product.k}
+                    results.append({**sizes, "dtype": dtype, "data": data, "us": times, "auto": product.auto})
+    if options.out is not None:
+        report = {"environment": environment(device), "results": results}
+        options.out.joinpath("syrk.json").write_text(json.dumps(report, indent=1))
+    return table(HEADER, rows)
 
 
 if __name__ == "__main__":
-    main()
+    print(main())

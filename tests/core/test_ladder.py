@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dmuon_core
 from dmuon_core import Muon, NewtonSchulz, SyrkSpec, __main__, get_backend_status, get_ns_backend, notices, report
 from dmuon_core.syrk import discovery, ladder
-from dmuon_core.syrk.builtin import CUBLAS, TORCH, torch_syrk
+from dmuon_core.syrk.builtin import CUBLAS, TORCH, loose_cublas_syrk, torch_syrk
 from dmuon_core.syrk.contract import API
 from dmuon_core.syrk.discovery import Found
 
@@ -360,3 +360,21 @@ def test_status_says_how_an_available_backend_runs(machine):
     assert status["broken"]["notes"] == "its notes failed: AssertionError: kaboom"
     assert (status["absent"]["reason"], status["absent"]["notes"]) == ("no card", "")
     assert status["torch"]["notes"] == ""
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+@pytest.mark.parametrize("beta", [0.0, -0.5])
+def test_cublas_without_mirroring(batch, beta):
+    """The arithmetic is torch's on any device: both halves, C and the scalars, in memory of its own and in ``out``."""
+    a, b = torch.randn(*batch, 24, 40), torch.randn(*batch, 24, 40)
+    c = torch.randn(*batch, 24, 24) if beta else None
+    want = 2.0 * a @ b.mT + (0.0 if c is None else beta * c)
+    out = torch.full((*batch, 24, 24), float("nan"))
+    for got in (
+        loose_cublas_syrk(a, b, c, alpha=2.0, beta=beta),
+        loose_cublas_syrk(a, b, c, alpha=2.0, beta=beta, out=out),
+    ):
+        torch.testing.assert_close(got, want)
+    assert got is out
+    scalar = torch.tensor(2.0)
+    torch.testing.assert_close(loose_cublas_syrk(a, b, c, alpha=scalar, beta=beta, out=out), want)

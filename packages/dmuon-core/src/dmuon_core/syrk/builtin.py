@@ -52,6 +52,28 @@ def cublas_syrk(
     return _store(product, a.dtype, out)
 
 
+def loose_cublas_syrk(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    out: Tensor | None = None,
+    sms: int | None = None,
+) -> Tensor:
+    """:func:`cublas_syrk` without mirroring: the halves of D may differ by a rounding, and all of C counts."""
+    check_operands(a, b, c, beta, out)
+    check_scalars(a, alpha, beta)
+    right = (a if b is None else b).mT
+    with full_precision_reduction():
+        if out is not None and out.ndim == 3 and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+            # The input of baddbmm is not read at beta = 0, and is overwritten after it was read.
+            return torch.baddbmm(out if c is None else c, a, right, alpha=alpha, beta=beta, out=out)
+        product = _cublas_product(a, a if b is None else b, c, alpha, beta)
+    return product.to(a.dtype) if out is None else out.copy_(product)
+
+
 def _cublas_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: Scalar, beta: Scalar) -> Tensor:
     if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
         # A device scalar cannot enter cuBLAS through torch: the epilogue runs in fp32 on the rounded product.
@@ -176,9 +198,13 @@ def _load_cublas() -> SyrkFn:
     return cublas_syrk
 
 
+def _load_loose_cublas() -> SyrkFn:
+    return loose_cublas_syrk
+
+
 def _load_torch() -> SyrkFn:
     return torch_syrk
 
 
-CUBLAS = SyrkSpec("cublas", API, "universal fallback", 10, _probe_cublas, _load_cublas)
+CUBLAS = SyrkSpec("cublas", API, "universal fallback", 10, _probe_cublas, _load_cublas, load_loose=_load_loose_cublas)
 TORCH = SyrkSpec("torch", API, "reference", 0, _probe_torch, _load_torch)

@@ -90,7 +90,7 @@ def machine(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{device.type} · {_versions()}"
     properties = torch.cuda.get_device_properties(device)
-    return f"{_hardware(device)} · SM{properties.major}{properties.minor} · {_driver()} · {_versions()}"
+    return f"{hardware(device)} · SM{properties.major}{properties.minor} · {_driver()} · {_versions()}"
 
 
 def _driver() -> str:
@@ -103,7 +103,8 @@ def _driver() -> str:
     return "driver unknown" if failed else f"driver CUDA {version.value // 1000}"
 
 
-def _hardware(device: torch.device) -> str:
+def hardware(device: torch.device) -> str:
+    """What a shipped verdict holds for, in words."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} · {properties.multi_processor_count} SMs"
 
@@ -155,7 +156,7 @@ def find(device: torch.device, key: str) -> tuple[Verdict, ...]:
         measured = _book.page(machine(device)).get(key)
     if measured is not None:
         return (measured,)
-    return _shipped(_hardware(device)).get(key, ()) if device.type == "cuda" else ()
+    return _shipped(hardware(device)).get(key, ()) if device.type == "cuda" else ()
 
 
 def add(device: torch.device, verdicts: Mapping[str, Verdict], *, keep: bool = True) -> None:
@@ -241,8 +242,8 @@ def _write(name: str, page: Mapping[str, Verdict]) -> None:
 
 
 @functools.cache
-def _shipped(hardware: str) -> dict[str, tuple[Verdict, ...]]:
+def _shipped(name: str) -> dict[str, tuple[Verdict, ...]]:
     """Of every kernel its best configuration, as ``[kernel, config, microseconds]``."""
     text = resources.files("dmuon_core.syrk").joinpath("shipped_verdicts.json").read_text(encoding="utf-8")
-    page = json.loads(text)["hardware"].get(hardware, {})
+    page = json.loads(text)["hardware"].get(name, {})
     return {str(key): tuple(Verdict(*row) for row in rows) for key, rows in page.items()}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+from importlib import resources
+
 import pytest
 import torch
 
+from dmuon_core.syrk.verdicts import BMM
 from dmuon_kernels import probes, specs
 from dmuon_kernels.probes import has_aligned_rows, quack_rejects, tma_complaint
 from dmuon_kernels.quack_config import (
     SM90_CANDIDATES,
     QuackConfig,
     choose_quack_config,
+    parse_product_config,
     parse_quack_config,
     quack_candidates,
 )
@@ -138,3 +144,20 @@ def test_descriptors_are_for_sm90_only(monkeypatch):
     assert [probes.has_tma(torch.device("cuda", i)) for i in capability] == [True, False, False]
     assert not probes.has_tma(torch.device("cpu"))
     probes.has_tma.cache_clear()
+
+
+def test_shipped_verdicts_name_configurations_that_exist():
+    """A label that its backend does not know is passed over in silence, and the measurement with it."""
+    text = resources.files("dmuon_core.syrk").joinpath("shipped_verdicts.json").read_text(encoding="utf-8")
+    parse = {"triton": parse_config, "quack": parse_quack_config, "product": parse_product_config}
+    key_form = re.compile(r"(float16|bfloat16) [km] ([km·] [c·]|[km] product) \d+x\d+x\d+(x\d+)?( ~)?")
+    for page in json.loads(text)["hardware"].values():
+        assert page
+        for key, rows in page.items():
+            assert key_form.fullmatch(key), key
+            assert [us for _, _, us in rows] == sorted(us for _, _, us in rows)
+            for kernel, label, _ in rows:
+                if label is not None:
+                    assert parse["product" if "product" in key else kernel](label).label == label
+                else:
+                    assert "product" not in key or kernel == BMM

@@ -6,7 +6,8 @@
 
 The text is what every Python installation carries: the help texts of `pydoc_data.topics`, about 700 kB of English.
 A tenth of it is held out. The model is Llama-like and trains under FSDP2; with Muon its projections have owners.
-Written to --out: metrics.jsonl, one line per evaluation, and loss.png.
+Written to --out: metrics.jsonl, one line per evaluation, and loss.png; with --save-every, and when the job is told to
+stop (SIGTERM), a checkpoint, from which --resume goes on, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -177,8 +179,11 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
     generator = torch.Generator().manual_seed(options.seed)
     rows = rows_of_this_rank(options.batch)
     bar = ProgressBar(options, rank)
-    log, begin, evaluating = [], time.perf_counter(), 0.0
-    for step in range(1, options.steps + 1):
+    checkpoint = Checkpoint(options, model, optimizer, scheduler, generator)
+    first, log = checkpoint.load()
+    begin, evaluating = time.perf_counter(), 0.0
+    bar.update(first)
+    for step in range(first + 1, options.steps + 1):
         ids = batches(text, options.batch, options.context, generator)[rows].to(device)
         loss = model(ids)
         loss.backward()
@@ -189,7 +194,7 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
         bar.update()
         if step % options.eval_every == 0 or step == options.steps:
             paused = time.perf_counter()
-            speed = step * options.batch * options.context / (paused - begin - evaluating)
+            speed = (step - first) * options.batch * options.context / (paused - begin - evaluating)
             log.append(
                 {
                     "optimizer": options.optimizer,
@@ -203,10 +208,84 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
             )
             evaluating += time.perf_counter() - paused
             bar.show(log[-1])
+        if STOP.asked_on_any_rank(device):
+            checkpoint.save(step, log)
+            bar.close()
+            raise Stopped(step)
+        if options.save_every and (step % options.save_every == 0 or step == options.steps):
+            checkpoint.save(step, log)
     bar.close()
     if rank == 0 and options.optimizer == "muon":
         print(dmuon.get_ns_backend(optimizer))
     return log
+
+
+class Checkpoint:
+    """All that a run needs to go on as if it had not stopped, in one folder."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LambdaLR,
+        generator: torch.Generator,
+    ) -> None:
+        self.options, self.model, self.optimizer = options, model, optimizer
+        self.scheduler, self.generator = scheduler, generator
+        self.folder = options.out / f"checkpoint-{options.optimizer}"
+
+    def save(self, step: int, log: list[dict]) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        extra = {
+            "step": step,
+            "log": log,
+            "scheduler": self.scheduler.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+        dmuon.save_checkpoint(self.model, self.optimizer, self.folder, extra=extra)
+
+    def load(self) -> tuple[int, list[dict]]:
+        """(steps done, evaluations so far)."""
+        if not self.options.resume:
+            return 0, []
+        try:
+            extra = dmuon.load_checkpoint(self.model, self.optimizer, self.folder)
+        except FileNotFoundError:
+            return 0, []
+        self.scheduler.load_state_dict(extra["scheduler"])
+        self.generator.set_state(extra["generator"])
+        return extra["step"], extra["log"]
+
+
+class Stopped(Exception):
+    """The job was told to stop, and saved itself."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped at step {step} and saved; go on with --resume")
+
+
+class Stop:
+    """Whether SIGTERM came. Ranks get it at different times, so they ask each other after every step."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.answer: Tensor | None = None
+
+    def listen(self) -> None:
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, *_: object) -> None:
+        self.asked = True
+
+    def asked_on_any_rank(self, device: str) -> bool:
+        """As it was a step ago, so that the host does not wait for the device."""
+        before, self.answer = self.answer, torch.tensor(float(self.asked), device=device)
+        dist.all_reduce(self.answer, op=dist.ReduceOp.MAX)
+        return before is not None and bool(before)
+
+
+STOP = Stop()
 
 
 class ProgressBar:
@@ -223,9 +302,9 @@ class ProgressBar:
             except ImportError:
                 print("no progress bar: tqdm is not installed (extra dmuon-fsdp[plots])")
 
-    def update(self) -> None:
+    def update(self, steps: int = 1) -> None:
         if self.bar is not None:
-            self.bar.update()
+            self.bar.update(steps)
 
     def show(self, row: dict) -> None:
         if self.bar is not None:
@@ -312,7 +391,12 @@ def run_rank(options: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
     dist.init_process_group("nccl" if cuda else "gloo")
-    job(options)
+    STOP.listen()
+    try:
+        job(options)
+    except Stopped as stopped:
+        if dist.get_rank() == 0:
+            print(stopped)
     dist.destroy_process_group()
 
 
@@ -332,6 +416,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=25)
     parser.add_argument("--eval-rows", type=int, default=256)
+    parser.add_argument("--save-every", type=int, default=0, help="steps; 0 saves only when told to stop")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     parser.add_argument("--ranks", type=int, help="default: every GPU, or two CPU processes")
     parser.add_argument("--cpu", action="store_true", help="on the CPU although there is a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain"))
@@ -353,7 +439,10 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(start, args=(world, port, options), nprocs=world, start_method="spawn")
+    ranks = mp.start_processes(start, args=(world, port, options), nprocs=world, start_method="spawn", join=False)
+    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGTERM) for pid in ranks.pids()])
+    while not ranks.join():
+        pass
 
 
 if __name__ == "__main__":

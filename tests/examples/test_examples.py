@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,25 @@ def test_the_same_curve_on_one_two_and_four_ranks(tmp_path):
     assert len(curves[0]) == 2
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=5e-3)
+    assert stopped_and_resumed(tmp_path / "stopped", "--optimizer", "muon", "--ranks", "2") == curves[1]
+
+
+def stopped_and_resumed(out: Path, *options: str) -> list[float]:
+    """The held-out losses of a run that SIGTERM stops after its first checkpoint, and of the one that goes on."""
+    command = [sys.executable, "examples/pretrain.py", *TINY.split(), "--out", str(out), *options]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        [*command, "--save-every", "1"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoint-muon" / ".metadata").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0
+    assert re.search(r"^stopped at step \d and saved; go on with --resume$", said, re.MULTILINE), said
+    assert not (out / "metrics.jsonl").exists()
+    return [row["held_out_loss"] for row in pretrain(out, "--resume", *options)]
 
 
 def test_both_optimizers_fall_muon_below_and_are_plotted(tmp_path):

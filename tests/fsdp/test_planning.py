@@ -8,17 +8,20 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from dmuon_core import MatrixView
 from dmuon_fsdp import PlanningOptions, plan_owners
 from dmuon_fsdp.planning.assign import Item, assign, loads
 from dmuon_fsdp.planning.boundaries import boundary_of, find_boundaries
 from dmuon_fsdp.planning.names import canonical, named_places
 from dmuon_fsdp.planning.plan import Assignment, Owner, OwnershipPlan, ParamSpec
+from dmuon_fsdp.planning.policy import Treatment
 from dmuon_fsdp.planning.select import select_params
 from dmuon_fsdp.runtime.binding import warn_about_imbalance
 
@@ -352,12 +355,22 @@ def spec(name, shape=(8, 8), boundary=""):
 def test_the_digest_sees_everything_that_ranks_must_agree_on():
     base = (spec("a", boundary="x"), spec("b", boundary="x"))
     digest = Assignment.of(base, 2, PlanningOptions()).digest()
+    bf16 = torch.bfloat16
+    treatments = [
+        Treatment("adamw"),
+        Treatment(view=MatrixView.heads(2)),
+        Treatment(param_dtype=bf16),
+        Treatment(reduce_dtype=bf16),
+        Treatment(output_dtype=bf16),
+        Treatment(master_dtype=torch.float64),
+    ]
     others = [
         (base[1], base[0]),
         (spec("a", (8, 9), "x"), base[1]),
         (spec("a", boundary="y"), base[1]),
         (ParamSpec("a", (), (8, 8), torch.bfloat16, "x"), base[1]),
         base[:1],
+        *((replace(base[0], treatment=treatment), base[1]) for treatment in treatments),
     ]
     digests = {Assignment.of(specs, 2, PlanningOptions()).digest() for specs in others}
     assert digest not in digests

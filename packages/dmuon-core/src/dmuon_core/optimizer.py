@@ -211,7 +211,6 @@ def adamw_step(
     *,
     local: Callable[[Tensor], Tensor] = _itself,
     fused: bool | None = None,
-    found_inf: Tensor | None = None,
 ) -> None:
     """torch.optim.AdamW's update and state on ``parameters``, which have gradients.
 
@@ -219,8 +218,6 @@ def adamw_step(
         local: what to compute on in place of a parameter, its gradient or its state: the shard of a sharded one. The
             update is elementwise, so shards alone give what the whole would.
         fused: as torch.optim.AdamW's; True needs every ``local(parameter)`` on one device.
-        found_inf: 0-dim, on that device, with ``fused`` only; 1 leaves parameters and state as they are, without the
-            host knowing it.
     """
     for parameter in parameters:
         if not state[parameter]:
@@ -237,7 +234,6 @@ def adamw_step(
         [],
         [state[p]["step"] for p in parameters],
         fused=fused,
-        found_inf=found_inf,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

@@ -5,6 +5,7 @@ a change in torch is answered here.
 """
 
 from dmuon_fsdp.compat.autograd import (
+    adamw_if_,
     at_end_of_backward,
     copy_all,
     divide_all,
@@ -51,6 +52,7 @@ __all__ = [
     "RoutedDTensor",
     "SeamHandler",
     "SeatedShard",
+    "adamw_if_",
     "at_end_of_backward",
     "broadcast",
     "build_dtensor",

@@ -3,6 +3,7 @@
 - the engine's callbacks and the id of the running graph task: FSDP2 finds the end of a backward the same way.
 - `_storage_Use_Count`: autograd hands out gradients that share memory with each other, or with one that still flows.
 - `_post_accumulate_grad_hooks`: autograd runs them only where it accumulates by itself.
+- `_fused_adamw_`: an update that a number on the device may call off; `torch.optim` takes one for all parameters.
 - `_foreach_copy_`, `_foreach_div_`, `_foreach_mul_`, `_foreach_norm`: one launch for all tensors of a group has no
   public spelling.
 - `_profiler_enabled`: a range costs an operator call each way, also where nobody records a profile.
@@ -62,6 +63,44 @@ def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The norm over all elements of each tensor, which has some, computed in ``dtype``."""
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def adamw_if_(
+    present: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """torch's fused AdamW on one parameter where ``present`` is 1; where it is 0 nothing changes. In place.
+
+    Args:
+        present: 0-dim fp32, on the device of all others, not read by the host.
+        step: 0-dim fp32.
+    """
+    step.add_(present)
+    torch._fused_adamw_(  # type: ignore[call-overload]
+        [weight],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=1 - present,
+    )
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -14,15 +14,14 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from dmuon_core import NewtonSchulz, muon_update_
 from dmuon_core.newton_schulz import Backend
-from dmuon_core.optimizer import adamw_step, check_options
+from dmuon_core.optimizer import check_options
 from dmuon_core.update import LearningRate
 from dmuon_fsdp.comm.agree import agree_on
-from dmuon_fsdp.compat import local_tensor
+from dmuon_fsdp.optim.adamw import adamw_on_parts
 from dmuon_fsdp.optim.average import averages_of
 from dmuon_fsdp.optim.clipping import Gradients, check_limit, clip_, refuse_unreduced
 from dmuon_fsdp.optim.groups import Entry, build_groups, describe_group, digest_lines, entries_of
@@ -252,7 +251,8 @@ class Muon(Optimizer):
             else:
                 with self._timed("adamw"):
                     _refuse_gone(group, [isinstance(p, OwnedTensor) and p not in known for p in group["params"]])
-                    self._adamw_step([p for p in group["params"] if p.grad is not None], group, known)
+                    parameters = [p for p in group["params"] if p.grad is not None]
+                    adamw_on_parts(parameters, group, self.state, known, self._masters)
         for registration in self._registrations:
             with self._timed("publish"):
                 registration.state.after_step()
@@ -328,25 +328,6 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.momentum_dtype)
         return cast(OwnedTensor, state["momentum_buffer"])
 
-    def _adamw_step(
-        self, parameters: Sequence[nn.Parameter], group: dict[str, Any], known: Mapping[nn.Parameter, DedicatedParam]
-    ) -> None:
-        members = [known[parameter] for parameter in parameters if parameter in known]
-        masters = self._masters.of(members, self.state)
-        stepped = {id(member.param): master for member, master in masters.items()}
-        stepped |= {id(m.param.grad): _local(cast(Tensor, m.param.grad)).to(w.dtype) for m, w in masters.items()}
-
-        def local(tensor: Tensor) -> Tensor:
-            return stepped.get(id(tensor), _local(tensor))
-
-        presence = {member.param: member.presence for member in members if member.is_owner}
-        conditional = {parameter: present for parameter, present in presence.items() if present is not None}
-        for parameter, present in conditional.items():
-            adamw_step([parameter], group, self.state, local=local, fused=True, found_inf=1 - present)
-        for batch in _by_device([p for p in parameters if p not in conditional]):
-            adamw_step(batch, group, self.state, local=local, fused=_on_cuda(batch[0]) or None)
-        self._masters.write_back(masters)
-
 
 def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:
     _refuse_gone(group, [parameter not in known for parameter in group["params"]])
@@ -360,21 +341,6 @@ def _refuse_gone(group: Mapping[str, Any], gone: Sequence[bool]) -> None:
             f"the model (any more): where load_state_dict(assign=True) or to() replaced it, make dmuon.Muon(model) "
             f"after that"
         )
-
-
-def _on_cuda(parameter: Tensor) -> bool:
-    return _local(parameter).device.type == "cuda"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    batches: dict[torch.device, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        batches.setdefault(_local(parameter).device, []).append(parameter)
-    return list(batches.values())
 
 
 def _bound(model: nn.Module) -> Registration:

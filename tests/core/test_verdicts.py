@@ -285,7 +285,9 @@ def test_products_go_to_what_was_measured_and_else_to_torch(measured):
     key = verdicts.product_key(a, b)
     for verdict, ran in (
         (None, []),
-        (Verdict("second", "tile-1", 1.0), ["tile-1"]),
+        # Once to check it.
+        (Verdict("second", "tile-1", 1.0), ["tile-1", "tile-1"]),
+        (Verdict("second", "tile-1", 2.0), ["tile-1"]),
         (Verdict("second", "gone", 1.0), []),
         (Verdict("absent", "tile-1", 1.0), []),
         (Verdict(verdicts.BMM, None, 1.0), []),
@@ -295,6 +297,35 @@ def test_products_go_to_what_was_measured_and_else_to_torch(measured):
             verdicts.add(CPU, {key: verdict}, keep=False)
         choice.multiply(a, b, out=out)
         assert calls == ran, verdict
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_product_is_checked_before_it_runs(measured, by_columns):
+    """An optional package may be broken in any way; cuBLAS then multiplies."""
+    choice, calls = measured
+    wrong = []
+
+    def load():
+        def product(a, b, *, out, config):
+            wrong.append(config)
+            return torch.bmm(a, b, out=out).add_(1.0)
+
+        return product
+
+    first, second = choice._ladders[CPU]
+    spec = dataclasses.replace(second.spec, product=ProductSpec(load, lambda a, b, out: ("tile-1",)))
+    choice._ladders[CPU] = (first, Loaded(spec, second.fn))
+    a, b, out = torch.randn(2, 64, 64), torch.randn(2, 64, 96), torch.empty(2, 64, 96)
+    if by_columns:
+        b, out = b.mT.contiguous().mT, out.mT.contiguous().mT
+    verdicts.add(CPU, {verdicts.product_key(a, b): Verdict("second", "tile-1", 1.0)}, keep=False)
+    with pytest.warns(
+        RuntimeWarning, match="product of 'second' in tile-1 is left out on cpu: it computes wrong values"
+    ):
+        choice.multiply(a, b, out=out)
+    torch.testing.assert_close(out, a @ b)
+    assert wrong == ["tile-1"]
+    assert not calls
 
 
 def test_loose_kernels_run_where_they_may(two):

@@ -51,8 +51,8 @@ def get_ns_backend(optimizer: HasNewtonSchulz | NewtonSchulz | None = None) -> s
 
     Args:
         optimizer: a Muon, or a NewtonSchulz; after a step the line names the kernel that ran most and adds the launches
-            counted, and says "Gram and direct" where nearly square matrices took the direct form. None: what a new
-            optimizer would take on the current device.
+            counted, and says "Gram and direct" where nearly square matrices took the direct form. Products that are
+            computed whole are not counted. None: what a new optimizer would take on the current device.
     """
     if optimizer is None:
         return _line("Gram", KernelChoice.of("auto").expected(default_device()), default_device())

@@ -6,7 +6,6 @@ Shared between them is only what cannot differ: the outcome of loading one backe
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from dmuon_core.syrk.builtin import TORCH, torch_syrk
 from dmuon_core.syrk.contract import NormalizeFn, Scalar, SyrkFn, SyrkSpec, with_config
 from dmuon_core.syrk.discovery import Found, describe_error, discover
 from dmuon_core.syrk.normalizers import normalizer_of
+from dmuon_core.syrk.products import checked_product
 
 LAST_RESORT = "torch"
 _FALLBACK = "cublas"
@@ -279,7 +279,13 @@ def _ranked(ladder: tuple[Loaded, ...], a: Tensor, b: Tensor | None, c: Tensor |
 
 
 def _loosened(each: Loaded) -> Loaded:
-    return each if each.spec.load_loose is None else Loaded(each.spec, each.spec.load_loose())
+    if each.spec.load_loose is None:
+        return each
+    try:
+        return Loaded(each.spec, each.spec.load_loose())
+    except Exception as error:
+        warn_once(f"dmuon: kernel {each.spec.name!r} is always exact: {describe_error(error)}")
+        return each
 
 
 def _microseconds(device: torch.device, key: str, names: set[str]) -> float | None:
@@ -290,13 +296,20 @@ def _microseconds(device: torch.device, key: str, names: set[str]) -> float | No
 def _measured_product(
     ladder: tuple[Loaded, ...], a_BMK: Tensor, b_BKN: Tensor, out: Tensor, key: str
 ) -> Callable[..., Tensor] | None:
+    """The backend's product that was measured to be the fastest, None for ``torch.bmm``."""
+    specs = {each.spec.name: each.spec for each in ladder}
     for verdict in verdicts.find(out.device, key):
         if verdict.kernel == verdicts.BMM:
             return None
-        for spec, _ in ladder:
-            offered = spec.product.configs(a_BMK, b_BKN, out) if spec.name == verdict.kernel and spec.product else ()
-            if spec.product is not None and verdict.config is not None and verdict.config in offered:
-                return functools.partial(spec.product.load(), config=verdict.config)
+        product = specs[verdict.kernel].product if verdict.kernel in specs else None
+        if product is None or verdict.config is None or verdict.config not in product.configs(a_BMK, b_BKN, out):
+            continue
+        by_columns = out.stride(-1) != 1
+        fn = checked_product(
+            verdict.kernel, product, verdict.config, dtype=out.dtype, by_columns=by_columns, device=out.device
+        )
+        if fn is not None:
+            return fn
     return None
 
 

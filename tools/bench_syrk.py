@@ -63,11 +63,11 @@ class Product:
 
 
 def products(
-    shape: tuple[int, int, int], dtype: torch.dtype, data: str, choice: KernelChoice, exact: bool
+    shape: tuple[int, int, int], dtype: torch.dtype, data: str, choice: KernelChoice, exact: bool, device: torch.device
 ) -> Iterator[Product]:
     """All products of Newton-Schulz with these sizes."""
     batch, m, k = shape
-    x = (torch.randn(batch, m, k, device="cuda") / (m * k) ** 0.5).to(dtype)
+    x = (torch.randn(batch, m, k, device=device) / (m * k) ** 0.5).to(dtype)
     arithmetic = FreshArithmetic(torch_syrk)
     r = arithmetic.gram((x,))
     if data == "real":
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> str:
     for dtype in options.dtypes:
         for data in options.data:
             for shape in SHAPES:
-                for product in products(shape, getattr(torch, dtype), data, choice, options.exact):
+                for product in products(shape, getattr(torch, dtype), data, choice, options.exact, device):
                     times = measure(product, options.rounds)
                     rows.append(row(product, dtype, data, times))
                     sizes = {"kind": product.kind, "batch": product.batch, "m": product.m, "k": product.k}

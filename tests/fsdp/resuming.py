@@ -57,8 +57,11 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: whole(tensor).clone() for name, tensor in self.model.state_dict().items()}
+    def weights(self) -> dict[str, Any]:
+        return {
+            name: whole(value).clone() if isinstance(value, Tensor) else value
+            for name, value in self.model.state_dict().items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Whole, by ``<name>.<key>``."""
@@ -69,7 +72,7 @@ class Run:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
-    def everything(self) -> dict[str, Tensor]:
+    def everything(self) -> dict[str, Any]:
         return {**self.weights(), **self.state()}
 
     def owners(self) -> dict[str, tuple[int, int]]:

@@ -215,6 +215,68 @@ def test_weights_that_fsdp2_saved(ranks, saved):
         assert "has 'optimizer.state.blocks.0.down.weight.exp_avg'" in said
 
 
+# --- into models and optimizers of other kinds
+
+
+class Frozen(Toy):
+    """The toy with a frozen matrix and a frozen norm from the start, and a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].q.weight.requires_grad_(False)
+        self.blocks[0].norm1.weight.requires_grad_(False)
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Frozen()
+
+
+def other_kinds(folder):
+    source = Run(make=Frozen)
+    for name in ("q", "norm1"):
+        source.model.blocks[0].get_submodule(name).weight.requires_grad_(True)
+    source.train(range(2))
+    source.model.seen = 5
+    dmuon.save_checkpoint(source.model, source.optimizer, folder)
+    saved = source.everything()
+    saved.pop("_extra_state")
+    for make in (Frozen, on_meta):
+        target = Run(make=make, seed=2)
+        frozen = target.model.blocks[0].q.weight
+        assert not target.optimizer.state.get(frozen)
+        assert dmuon.load_checkpoint(target.model, target.optimizer, folder) is None
+        got = target.everything()
+        assert got.pop("_extra_state") == {"seen": 5}
+        assert_same(got, saved)
+        assert target.optimizer.state[frozen]["momentum_buffer"].full_tensor().any()
+    narrow = Run(make=Frozen, seed=2, momentum_dtype=torch.bfloat16)
+    dmuon.load_checkpoint(narrow.model, narrow.optimizer, folder)
+    for key, value in narrow.state().items():
+        wanted = saved[key].bfloat16() if key.endswith("momentum_buffer") else saved[key]
+        assert torch.equal(value, wanted), key
+    deeper = Run(make=Deeper, seed=2)
+    fresh = deeper.everything()
+    dmuon.load_checkpoint(deeper.model, deeper.optimizer, folder, strict=False)
+    for key, value in deeper.everything().items():
+        assert torch.equal(value, saved.get(key, fresh[key])), key
+    meta = Run(make=on_meta)
+    with pytest.raises(ValueError, match="the model is on meta"):
+        dmuon.get_optimizer_state_dict(meta.model, meta.optimizer)
+
+
+def test_frozen_parameters_extra_state_meta_other_momentum_and_a_deeper_model(ranks, tmp_path):
+    """The momentum of a parameter frozen from the start has no place in the optimizer that resumes."""
+    ranks(2, other_kinds, str(tmp_path / "saved"))
+
+
 # --- what cannot be loaded
 
 

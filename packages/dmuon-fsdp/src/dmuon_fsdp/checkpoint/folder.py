@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 from dmuon_fsdp.checkpoint.model_dict import begin_writing, check_model, get_model_state_dict, wanted_of
 from dmuon_fsdp.checkpoint.names import check_names, check_shapes
 from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, is_ours, nested_of, own_groups
-from dmuon_fsdp.checkpoint.reading import Contents, read
+from dmuon_fsdp.checkpoint.reading import Contents, assemble, read
 from dmuon_fsdp.checkpoint.sources import meet, shapes_of, spec_of
 from dmuon_fsdp.comm.together import all_or_none, union
 from dmuon_fsdp.runtime.layout import write_
@@ -96,38 +96,62 @@ def load_checkpoint(
     meet(model, "dmuon.load_checkpoint(model, ...)", writing=True)
     contents = all_or_none(lambda: Contents.of(_complete(Path(folder))), _world())
     all_or_none(lambda: _on_first(contents.check_files), _world())
-    wanted_model = wanted_of(model)
-    prefix = "model." if any(f"model.{name}" in contents.specs for name in wanted_model) else ""
-    templates = {} if optimizer is None else _state_templates(model, optimizer, contents)
-    model_keys = union([prefix + name for name in wanted_model], _world())
-    state_keys = union(list(templates), _world())
-
-    def check() -> None:
-        found = contents.names(prefix, but=() if prefix else ("optimizer.",))
-        others = [name for name in found if prefix + name in model_keys and name not in wanted_model]
-        mine = {name: shape for name, shape in found.items() if name not in others}  # not another stage's
-        check_model(str(contents.folder), model, wanted_model, mine, strict=strict)
-        if optimizer is not None:
-            check_names(str(contents.folder), state_keys, contents.names(_STATE, whole=True), strict=strict)
-            check_shapes(
-                str(contents.folder), shapes_of({k: spec_of(v) for k, v in templates.items()}), contents.shapes
-            )
-
-    all_or_none(check, _world())
+    prefix = _check_model(model, contents, strict=strict)
     targets = begin_writing(model)
-    staged_model = {name: _staged(value) for name, value in targets.items() if prefix + name in contents.specs}
-    staged_state = {key: value for key, value in templates.items() if key in contents.specs}
-    groups = {} if optimizer is None else contents.templates(_GROUPS)
-    asked = {**{prefix + name: value for name, value in staged_model.items()}, **staged_state, **groups}
-    got = read(contents, {**asked, **contents.templates(_EXTRA)})
-    # From here on nothing can fail but the machine.
+    staged = _model_templates(targets, contents, prefix)
+    staged.update(contents.templates(_EXTRA) if prefix else {})
+    if optimizer is not None:
+        staged.update(_check_state(_state_templates(model, optimizer, contents), contents, strict=strict))
+        staged.update(contents.templates(_GROUPS))
+    got = read(contents, staged)
+    # The optimizer first: it looks at what it is given once more, and then nothing is left that could be refused.
     if optimizer is not None:
         _put_state(model, optimizer, contents, got)
-    _put_model(model, targets, {name: got[prefix + name] for name in staged_model})
+    _put_model(model, targets, contents, prefix, got)
     return _unpacked(got.get(_EXTRA))
 
 
+def _check_model(model: nn.Module, contents: Contents, *, strict: bool) -> str:
+    """Compare the model's names and shapes with the checkpoint's; what stands there before its names."""
+    wanted = wanted_of(model)
+    prefix = "model." if any(f"model.{name}" in contents.specs for name in wanted) else ""
+    asked = union(list(wanted), _world())
+    found = {
+        name: contents.shapes[next(iter(keys))] if () in keys.values() else None
+        for name, keys in contents.entries(prefix).items()
+        if prefix or not name.startswith("optimizer.")
+    }
+    # What another rank asks for belongs to another pipeline stage.
+    own = {name: shape for name, shape in found.items() if name in wanted or name not in asked}
+    all_or_none(lambda: check_model(str(contents.folder), model, wanted, own, strict=strict), _world())
+    return prefix
+
+
+def _check_state(templates: Mapping[str, Any], contents: Contents, *, strict: bool) -> dict[str, Any]:
+    """Compare the optimizer's state with the checkpoint's; the templates of what is in both."""
+    asked = union(list(templates), _world())
+    source = str(contents.folder)
+
+    def check() -> None:
+        check_names(source, asked, contents.keys_of(_STATE), strict=strict)
+        check_shapes(source, shapes_of({key: spec_of(value) for key, value in templates.items()}), contents.shapes)
+
+    all_or_none(check, _world())
+    return {key: value for key, value in templates.items() if key in contents.specs}
+
+
 # --- the parts of a checkpoint
+
+
+def _model_templates(targets: Mapping[str, Any], contents: Contents, prefix: str) -> dict[str, Any]:
+    """Host memory to read the model into, by key."""
+    templates: dict[str, Any] = {}
+    for name, keys in contents.entries(prefix).items():
+        if isinstance(targets.get(name), Tensor):
+            templates[prefix + name] = _staged(targets[name])
+        elif name in targets:
+            templates.update({key: contents.template(key) for key in keys})
+    return templates
 
 
 def _state_templates(model: nn.Module, optimizer: Optimizer, contents: Contents) -> dict[str, Any]:
@@ -170,13 +194,17 @@ def _put_state(model: nn.Module, optimizer: Optimizer, contents: Contents, got: 
         dsd.set_optimizer_state_dict(model, optimizer, nested, options=StateDictOptions(strict=False))
 
 
-def _put_model(model: nn.Module, targets: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _put_model(
+    model: nn.Module, targets: Mapping[str, Any], contents: Contents, prefix: str, got: Mapping[str, Any]
+) -> None:
     given: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            write_(targets[name], value)
-            value = targets[name]
-        given[name] = value
+    for name, keys in contents.entries(prefix).items():
+        target = targets.get(name)
+        if isinstance(target, Tensor):
+            write_(target, got[prefix + name])
+            given[name] = target
+        elif name in targets:
+            given[name] = assemble({place: got[key] for key, place in keys.items()})
     dsd.set_model_state_dict(model, given, options=StateDictOptions(strict=False))
 
 

@@ -102,7 +102,7 @@ def check_model(
     strict: bool,
 ) -> None:
     """Raise where a model cannot be loaded from what was found; nothing was written yet."""
-    meta = _on_meta(model)
+    meta = on_meta(model)
     # A value that nothing loads would be what happened to be in memory.
     check_names(source, wanted, found, strict=strict or meta)
     check_shapes(source, wanted, found)
@@ -117,7 +117,7 @@ def check_model(
 
 def begin_writing(model: nn.Module) -> dict[str, Any]:
     """The model's own tensors by name, materialised where they were on meta."""
-    if _on_meta(model):
+    if on_meta(model):
         materialize(model, _device_of(model))
         registration = registry.find(model)
         for member in registration.params.values() if registration is not None else ():
@@ -133,5 +133,5 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if mesh is None else device_of(mesh)
 
 
-def _on_meta(model: nn.Module) -> bool:
+def on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -113,7 +113,12 @@ def share_steps(optimizer: Optimizer, ranks: Ranks) -> None:
 
 
 def check_members(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ValueError where the optimizer has parameters that the model cannot name."""
+    """Raise ValueError where the optimizer has parameters that the model cannot name, or that are on meta."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "the model is on meta, where its optimizer has no state yet: call dmuon.init_weights(model), or load the "
+            "model first"
+        )
     own = set(model.parameters())
     strangers = [
         f"{group.get('group_name', index)}[{place}]"

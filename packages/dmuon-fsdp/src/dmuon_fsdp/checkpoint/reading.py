@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,19 +74,19 @@ class Contents:
     def keys_of(self, section: str) -> Iterator[str]:
         return (key for key in self.specs if key.startswith(section))
 
-    def names(self, section: str, *, but: Sequence[str] = (), whole: bool = False) -> dict[str, tuple[int, ...] | None]:
-        """Shape by name of a section.
+    def entries(self, section: str) -> dict[str, dict[str, tuple[Any, ...]]]:
+        """By name in a section the keys that hold it, each with the place inside: torch takes containers apart."""
+        depth = 1 if section else 0
+        found: dict[str, dict[str, tuple[Any, ...]]] = {}
+        for key in self.keys_of(section):
+            path = self._path(key)
+            nested = len(path) > depth
+            name, place = (str(path[depth]), path[depth + 1 :]) if nested else (key[len(section) :], ())
+            found.setdefault(name, {})[key] = place
+        return found
 
-        Args:
-            but: sections to leave out.
-            whole: names with the section.
-        """
-        shapes = self.shapes
-        return {
-            key if whole else key[len(section) :]: shapes[key]
-            for key in self.keys_of(section)
-            if not key.startswith(tuple(but))
-        }
+    def _path(self, key: str) -> tuple[Any, ...]:
+        return tuple((self.metadata.planner_data or {}).get(key, ()))
 
     def template(self, key: str) -> Any:
         """What to read ``key`` into: host memory for the whole tensor; None for an object."""
@@ -102,18 +102,22 @@ class Contents:
         Args:
             values: by key ``<section>.<index>.<option>``, or ``<section>.<parameter>.<option>``.
         """
-        found: dict[int, dict[str, Any]] = {}
-        flat: dict[str, Any] = {}
-        for key, value in values.items():
-            path = (self.metadata.planner_data or {}).get(key, ())
-            if len(path) > 3 and isinstance(path[2], int):
-                node = found.setdefault(path[2], {"params": []})
-                for part in path[3:-1]:
-                    node = node.setdefault(part, {})
-                node[path[-1]] = value
-            else:
-                flat[key[len(section) - len("param_groups") :]] = value
-        return flat or {"state": {}, "param_groups": [found[index] for index in sorted(found)]}
+        nested = {self._path(key)[2:]: value for key, value in values.items() if len(self._path(key)) > 3}
+        if not nested:
+            return {key[len(section) - len("param_groups") :]: value for key, value in values.items()}
+        return {"state": {}, "param_groups": [{"params": [], **group} for group in assemble(nested)]}
+
+
+def assemble(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """The container of which these are the parts by place: numbers count in a list, all else is a key."""
+    if list(values) == [()]:
+        return values[()]
+    inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for place, value in values.items():
+        inner.setdefault(place[0], {})[place[1:]] = value
+    if all(isinstance(key, int) for key in inner):
+        return [assemble(inner[index]) for index in sorted(inner)]
+    return {key: assemble(parts) for key, parts in inner.items()}
 
 
 def read(contents: Contents, templates: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from dmuon_fsdp.compat import local_tensor, norms_of, scale_all
 from dmuon_fsdp.optim.average import Average
 from dmuon_fsdp.optim.groups import entries_of
 from dmuon_fsdp.runtime.binding import Registration, device_of
+from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 
 _REST = ""  # the bucket of what no bucket names
 _TINY = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm and this
@@ -69,10 +71,10 @@ def clip_(
     refuse_unreduced(gradients.registrations, "clip_grad_norm_")
     for average in gradients.averages:
         average.reduce()
-    by_bucket = _by_bucket(gradients, limits)
     spread = _Spread(gradients)
+    buckets_of_parts = [_parts(members, spread) for members in _by_bucket(gradients, limits).values()]
     device = device_of(gradients.registrations[0].dedications[0].mesh)
-    powers = torch.stack([_power(members, norm_type, spread, device) for members in by_bucket.values()])
+    powers = torch.stack([_power(parts, norm_type, device) for parts in buckets_of_parts])
     powers = _over_ranks(powers, norm_type, (*spread.groups.values(), *process_groups))
     total = _root(powers.max() if math.isinf(norm_type) else powers.sum(), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -80,8 +82,8 @@ def clip_(
             f"the norm of order {norm_type:g} of all gradients is {total.item()}, and error_if_nonfinite=True: find "
             f"what makes them infinite or not-a-number, or pass False to go on"
         )
-    for members, power, limit in zip(by_bucket.values(), powers, limits.values(), strict=True):
-        _scale(members, (limit / (_root(power, norm_type) + _TINY)).clamp(max=1.0))
+    for parts, power, limit in zip(buckets_of_parts, powers, limits.values(), strict=True):
+        _scale(parts, (limit / (_root(power, norm_type) + _TINY)).clamp(max=1.0))
     return total.float()
 
 
@@ -133,10 +135,14 @@ class _Spread:
             for group in registration.ranks.groups:
                 self._note(group)
         self._dividing = {parameter: self._find(parameter) for parameter, _ in gradients.labelled}
+        self._repeats = {
+            dividing: math.prod(len(ranks) for ranks in self.groups if ranks not in dividing)
+            for dividing in set(self._dividing.values())
+        }
 
     def repeats(self, parameter: nn.Parameter) -> int:
         """How often its gradient is counted where every group adds up what its ranks have."""
-        return math.prod(len(ranks) for ranks in self.groups if ranks not in self._dividing[parameter])
+        return self._repeats[self._dividing[parameter]]
 
     def _note(self, group: ProcessGroup) -> RankSet:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -147,27 +153,43 @@ class _Spread:
     def _find(self, parameter: nn.Parameter) -> frozenset[RankSet]:
         if not isinstance(parameter, DTensor):
             return frozenset()
-        mesh = parameter.device_mesh
+        mesh, placements = parameter.device_mesh, _layout_of(parameter)
         if mesh not in self._dims:
             self._dims[mesh] = [self._note(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-        dims = zip(self._dims[mesh], parameter.placements, strict=True)
+        dims = zip(self._dims[mesh], placements, strict=True)
         return frozenset(ranks for ranks, placement in dims if not isinstance(placement, Replicate))
 
 
-def _power(parameters: Sequence[nn.Parameter], norm_type: float, spread: _Spread, device: torch.device) -> Tensor:
-    """This rank's part of ‖g‖ᵖ, or of max |g|: 0-dim, in float64, which holds squares of fp32 norms."""
+def _layout_of(tensor: DTensor) -> Sequence[Placement]:
+    """Its placements; of a dedicated one those that operators see, which are not made at each call."""
+    return tensor.home.operator_placements if isinstance(tensor, OwnedTensor) else tensor.placements
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank holds of a gradient, and how many ranks hold the same."""
+
+    local: Tensor
+    repeats: int
+
+
+def _parts(parameters: Sequence[nn.Parameter], spread: _Spread) -> list[_Part]:
+    found = ((_local_gradient(parameter), parameter) for parameter in parameters)
+    return [_Part(local, spread.repeats(parameter)) for local, parameter in found if local is not None]
+
+
+def _power(parts: Sequence[_Part], norm_type: float, device: torch.device) -> Tensor:
+    """This rank's share of ‖g‖ᵖ, or of max |g|: 0-dim, in float64, which holds squares of fp32 norms."""
     batches: dict[tuple[torch.device, bool, int], list[Tensor]] = {}
-    for parameter in parameters:
-        local = _local_gradient(parameter)
-        if local is not None:
-            key = local.device, local.dtype == torch.float64, spread.repeats(parameter)
-            batches.setdefault(key, []).append(local)
-    parts = [torch.zeros((), dtype=torch.float64, device=device)]
+    for part in parts:
+        key = part.local.device, part.local.dtype == torch.float64, part.repeats
+        batches.setdefault(key, []).append(part.local)
+    shares = [torch.zeros((), dtype=torch.float64, device=device)]
     for (_, wide, repeats), tensors in batches.items():
         norms = torch.stack(norms_of(tensors, norm_type, torch.float64 if wide else torch.float32))
         norms = norms.to(device=device, dtype=torch.float64)
-        parts.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum() / repeats)
-    together = torch.stack(parts)
+        shares.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum() / repeats)
+    together = torch.stack(shares)
     return together.max() if math.isinf(norm_type) else together.sum()
 
 
@@ -189,12 +211,10 @@ def _root(power: Tensor, norm_type: float) -> Tensor:
     return power if math.isinf(norm_type) else power.pow(1 / norm_type)
 
 
-def _scale(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+def _scale(parts: Sequence[_Part], factor: Tensor) -> None:
     batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        local = _local_gradient(parameter)
-        if local is not None:
-            batches.setdefault((local.device, local.dtype), []).append(local)
+    for part in parts:
+        batches.setdefault((part.local.device, part.local.dtype), []).append(part.local)
     for (device, dtype), tensors in batches.items():
         scale_all(tensors, factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32)))
 
@@ -205,7 +225,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
     if grad is None:
         return None
     if isinstance(grad, DTensor):
-        if any(isinstance(placement, Partial) for placement in grad.placements):
+        if not isinstance(grad, OwnedTensor) and any(isinstance(p, Partial) for p in grad.placements):
             raise ValueError(f"a gradient of shape {tuple(grad.shape)} is {grad.placements}: reduce it before clipping")
         grad = local_tensor(grad)
     return grad if grad.numel() else None

@@ -46,7 +46,8 @@ def select_params(
         _warn_about_no_match(candidates)
     treatments = treat(policies, [candidate.names for candidate in chosen])
     for candidate, treatment in zip(chosen, treatments, strict=True):
-        _refuse(candidate.names[0], candidate.parameter)
+        if treatment.route != "sharded_adamw":
+            _refuse(candidate.names[0], candidate.parameter)
         _refuse_treatment(candidate.names[0], candidate.parameter, treatment)
     boundaries = find_boundaries(model, boundary_predicate)
     strict = strict and boundary_predicate is not None

@@ -11,7 +11,7 @@ from dmuon_core.testing import relative_error
 from dmuon_kernels import normalize as module
 from dmuon_kernels.normalize import triton_normalize_into
 
-SHAPES = [(2, 12, 20), (1, 70, 1030), (3, 1, 96), (2, 96, 1), (1, 130, 300)]
+SHAPES = [(2, 12, 20), (1, 20, 1030), (3, 1, 96), (2, 96, 1), (1, 130, 300)]
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,8 +28,10 @@ def assert_one_rounding_apart(got: torch.Tensor, want: torch.Tensor) -> None:
     assert float((got.float() - want.float()).abs().max()) <= torch.finfo(got.dtype).eps * float(want.abs().max())
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+DTYPES = [(torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_torch_and_fills_the_padding_with_zeros(shape, dtype, out_dtype):
     """Both layouts of the input in both of the output."""
@@ -67,7 +69,7 @@ def test_powers_of_two_give_the_same_bits():
 
 def test_bits_depend_on_no_batch(monkeypatch):
     """And not on how many programs the second pass has."""
-    x = gaussian(5, 100, 1030)
+    x = gaussian(4, 40, 1030)
     whole, alone, few = padded_like(x), padded_like(x[:1]), padded_like(x)
     triton_normalize_into([x], [whole])
     triton_normalize_into([x[3:4]], [alone])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
@@ -135,11 +136,16 @@ CASES = {
     "2, other owners": (2, (2,), ["all"], REGROUPED, ("", "full")),
     "3": (3, (3,), ["all"], None, ("", "torch alone")),
     "8, five own nothing": (8, (8,), ["three"], None, ("",)),
-    "2x2": (4, (2, 2), ["all"], None, ("", "full", "torch alone")),
+    "2x2": (4, (2, 2), ["all"], None, ("", "full")),
     "4x1": (4, (4, 1), ["three"], None, ("",)),
     "the same": (4, (4,), ["all", "three"], None, ("",)),
     "the same, otherwise saved": (4, (4,), ["all"], None, ("plain", "async", "full", "torch alone")),
 }
+
+
+@functools.cache
+def oracle_of(name):
+    return dict(uninterrupted(5, predicate=PREDICATES[name]).named_parameters())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -157,7 +163,7 @@ def test_a_run_goes_on_on_another_mesh(ranks, saved, case):
                 assert_same(end, want)
             else:
                 moved = moved or owners != were
-                oracle = dict(uninterrupted(5, predicate=PREDICATES[name]).named_parameters()) if rank == 0 else {}
+                oracle = oracle_of(name) if rank == 0 else {}
                 for key, value in oracle.items():
                     close(f"{source} {key}", end[key], value, 5e-3)
             if source == "":

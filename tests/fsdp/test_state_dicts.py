@@ -406,6 +406,21 @@ def other_groups():
     assert_same(target.everything(), before)
 
 
+def without_names():
+    """A dict that has positions only, as torch's optimizers have, must have the same groups."""
+    source, target = Run(), Run(seed=2)
+    source.train([0])
+    packed = source.optimizer.state_dict()
+    for group in packed["param_groups"]:
+        del group["param_names"]
+    target.optimizer.load_state_dict(packed)
+    assert_same(target.state(), source.state())
+    packed["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match=r"has groups of \[13, 12\] parameters without names, this one of \[14, 12\]"):
+        target.optimizer.load_state_dict(packed)
+    assert_same(target.state(), source.state())
+
+
 def regrouped(state):
     """Without names of groups, which would say what belongs together."""
     groups = [{k: v for k, v in group.items() if k != "group_name"} for group in state.get("param_groups", [])]
@@ -478,6 +493,7 @@ def names_and_groups():
     frozen_unused_and_empty()
     steps_of_an_owners_adamw()
     other_groups()
+    without_names()
 
 
 def test_state_is_found_by_name_and_kept_for_frozen_parameters_and_empty_groups(ranks):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import dmuon
-from fsdp.models import Toy, Twins, close, next_token_loss, wrap
+from fsdp.models import Toy, Twins, close, next_token_loss, on_all_cells, wrap
 from fsdp.test_hsdp import wrap_hsdp
 from fsdp.test_module_life import micro_batch
 from fsdp.test_unused import Experts
@@ -106,6 +106,63 @@ def test_schedulers_see_every_group_as_it_is(ranks):
     assert momenta == [0.95, 0.95], "what cycles is AdamW's beta: torch decides by the optimizer's defaults"
     assert all(beta != 0.9 for beta in betas)
     assert extra == 1e-3
+
+
+def halving(optimizer, last_epoch=-1):
+    return LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.25**step], last_epoch)
+
+
+def begin():
+    torch.manual_seed(0)
+    model = wrap(Toy())
+    return model, dmuon.Muon(model, 0.02, adamw_lr=1e-3)
+
+
+def advance(model, optimizer, scheduler, steps):
+    rates = []
+    for step in steps:
+        optimizer.zero_grad()
+        next_token_loss(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        scheduler.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates
+
+
+def resumes(how, before_loading):
+    model, optimizer = begin()
+    scheduler = halving(optimizer)
+    advance(model, optimizer, scheduler, range(3))
+    saved = {
+        "model": dmuon.get_model_state_dict(model),
+        "whole": dmuon.get_optimizer_state_dict(model, optimizer),
+        "plain": copy.deepcopy(optimizer.state_dict()),
+        "scheduler": copy.deepcopy(scheduler.state_dict()),
+    }
+    expected = advance(model, optimizer, scheduler, range(3, 5))
+    again, other = begin()
+    dmuon.set_model_state_dict(again, saved["model"])
+    resumed = halving(other) if before_loading else None
+    if how == "whole":
+        dmuon.set_optimizer_state_dict(again, other, saved["whole"])
+    else:
+        other.load_state_dict(saved["plain"])
+    assert [group["initial_lr"] for group in other.param_groups] == [0.02, 1e-3]
+    resumed = resumed or halving(other, last_epoch=2)  # its constructor makes a step
+    resumed.load_state_dict(saved["scheduler"])
+    assert advance(again, other, resumed, range(3, 5)) == expected
+    for (name, p), q in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor()), name
+
+
+def run_resumes():
+    cells = [{"how": how, "before_loading": before} for how in ("whole", "plain") for before in (True, False)]
+    on_all_cells(cells, resumes)
+
+
+def test_a_schedule_goes_on_where_it_was_saved(ranks):
+    """Rates by group, ``initial_lr`` among them, whether the scheduler was made before loading or after."""
+    ranks(2, run_resumes)
 
 
 # --- copies and text

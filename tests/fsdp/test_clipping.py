@@ -223,6 +223,12 @@ def odd_gradients():
         dmuon.clip_grad_norm_(twins.model, 1.0)
     twins.backward()
     if twins.rank == 1:
+        dmuon.owned_params(twins.model)[0].param.grad.local[0, 0] = math.inf
+    kept = whole_gradients(twins.model)
+    found["infinite"] = dmuon.clip_grad_norm_(twins.model, math.inf, buckets={"adamw": 1e9}).item()
+    again = whole_gradients(twins.model)
+    found["left alone"] = all(torch.equal(again[name], grad) for name, grad in kept.items())
+    if twins.rank == 1:
         dmuon.owned_params(twins.model)[0].param.grad.local[0, 0] = math.nan
     kept = whole_gradients(twins.model)
     for p in (1.0, 2.0, math.inf):
@@ -238,6 +244,8 @@ def odd_gradients():
 def test_nothing_and_not_a_number(ranks):
     for found in ranks(2, odd_gradients):
         assert found["nothing"] == 0.0
+        assert math.isinf(found["infinite"])
+        assert found["left alone"], "an infinite limit over an infinite norm is not a number, and clips nothing"
         assert math.isnan(found["nan"])
         assert found["all nan"], "as torch's: not-a-number reaches every gradient, on all ranks alike"
 

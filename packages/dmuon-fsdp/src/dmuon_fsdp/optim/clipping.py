@@ -83,7 +83,8 @@ def clip_(
             f"what makes them infinite or not-a-number, or pass False to go on"
         )
     for parts, power, limit in zip(buckets_of_parts, powers, limits.values(), strict=True):
-        _scale(parts, (limit / (_root(power, norm_type) + _TINY)).clamp(max=1.0))
+        if not math.isinf(limit):  # inf / inf would make not-a-number of gradients that nobody limits
+            _scale(parts, (limit / (_root(power, norm_type) + _TINY)).clamp(max=1.0))
     return total.float()
 
 

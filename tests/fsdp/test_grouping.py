@@ -248,6 +248,42 @@ def test_a_matrix_shared_by_blocks_is_gathered_around_all_of_them(ranks):
     assert boundaries["blocks.0.k.weight"] == "blocks.0"
 
 
+class ListedExperts(nn.Module):
+    """Matrices in a ParameterList, in a model without a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ParameterList([torch.randn(64, 64) / 8 for _ in range(3)])
+        self.lm_head = nn.Linear(64, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, 64)
+
+    def forward(self, tokens_BT):
+        x_BTD = self.embed(tokens_BT)
+        for matrix in self.experts:
+            x_BTD = x_BTD + torch.tanh(x_BTD @ matrix)
+        return self.lm_head(x_BTD)
+
+
+def dedicate_listed(model):
+    dmuon.dedicate_params(model, world_mesh(), lambda name, p: "experts" in name)
+    return fully_shard(model, mesh=world_mesh())
+
+
+def listed_experts():
+    twins = Twins(ListedExperts, wrapping=dedicate_listed)
+    twins.optimizers()
+    twins.backward()
+    twins.check_gradients()
+    twins.train(3)
+    twins.check_weights()
+    twins.check_at_rest()
+
+
+def test_matrices_of_a_parameter_list_train_as_in_one_process(ranks):
+    """Hooks on the list itself never fire, since nobody calls it."""
+    ranks(2, listed_experts)
+
+
 # --- models built on meta
 
 

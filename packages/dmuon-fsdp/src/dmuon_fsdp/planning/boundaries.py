@@ -1,7 +1,8 @@
 """Where hooks go: the modules that gather before their forward and reduce after their backward.
 
 By default a parameter's boundary is its outermost ancestor that is an element of a repeated container (``layers.N``,
-``h.N``, ``encoder.layer.N``), whatever the container's name; where there is none, the module that holds it. A repeated
+``h.N``, ``encoder.layer.N``), whatever the container's name; where there is none, the module that holds it, or around
+one without a forward (a ParameterList) the one that has one, since hooks fire where a forward is called. A repeated
 container is a ModuleList or a ModuleDict with numbers for keys, or a Sequential of equal classes, whose elements are
 themselves made of modules: a list of Linears is not one, so hooks never land on each Linear of a block.
 
@@ -11,7 +12,7 @@ and a rank may route no token to one of them (docs/decisions/0006).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
@@ -44,27 +45,36 @@ def find_boundaries(model: nn.Module, predicate: BoundaryPredicate | None) -> se
     return found
 
 
+def without_forward(model: nn.Module) -> set[str]:
+    """Canonical names of the modules that nobody can call, such as a ParameterList."""
+    modules = unwrap_data_parallel(model).named_modules(remove_duplicate=False)
+    return {canonical(name) for name, module in modules if type(module).forward is nn.Module.forward}
+
+
 def _lies_within(name: str, boundaries: set[str]) -> bool:
     """Whether the module is a boundary or a part of one."""
     return _innermost(f"{name}.parameter", boundaries, strict=True) is not None
 
 
-def boundary_of(places: Iterable[str], boundaries: set[str], *, strict: bool) -> str | None:
+def boundary_of(
+    places: Iterable[str], boundaries: set[str], *, strict: bool, silent: Collection[str] = ()
+) -> str | None:
     """The boundary of a parameter that stands at ``places`` (names of parameters), or None.
 
     A parameter that stands in several boundaries belongs to their nearest common ancestor.
 
     Args:
         strict: None where no boundary is an ancestor; else the parameter's own module then.
+        silent: modules without a forward, which are passed over for the one around them.
     """
-    chosen = {_innermost(place, boundaries, strict=strict) for place in places}
+    chosen = {_innermost(place, boundaries, strict=strict, silent=silent) for place in places}
     if None in chosen:
         return None
     names = [name for name in chosen if name is not None]
     return names[0] if len(names) == 1 else _common_ancestor(names)
 
 
-def _innermost(place: str, boundaries: set[str], *, strict: bool) -> str | None:
+def _innermost(place: str, boundaries: set[str], *, strict: bool, silent: Collection[str] = ()) -> str | None:
     own = place.rpartition(".")[0]
     module = own
     while module:
@@ -73,6 +83,8 @@ def _innermost(place: str, boundaries: set[str], *, strict: bool) -> str | None:
         module = module.rpartition(".")[0]
     if "" in boundaries:
         return ""
+    while own and own in silent:
+        own = own.rpartition(".")[0]
     return None if strict else own
 
 

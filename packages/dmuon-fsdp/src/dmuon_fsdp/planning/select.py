@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dmuon_fsdp.planning.boundaries import BoundaryPredicate, boundary_of, find_boundaries
+from dmuon_fsdp.planning.boundaries import BoundaryPredicate, boundary_of, find_boundaries, without_forward
 from dmuon_fsdp.planning.names import named_places
 from dmuon_fsdp.planning.plan import ParamSpec
 from dmuon_fsdp.planning.policy import ParamPolicy, Treatment, treat
@@ -49,10 +49,10 @@ def select_params(
         if treatment.route != "sharded_adamw":
             _refuse(candidate.names[0], candidate.parameter)
         _refuse_treatment(candidate.names[0], candidate.parameter, treatment)
-    boundaries = find_boundaries(model, boundary_predicate)
+    boundaries, silent = find_boundaries(model, boundary_predicate), without_forward(model)
     strict = strict and boundary_predicate is not None
     specs = tuple(
-        _spec(candidate, treatment, boundaries, strict=strict)
+        _spec(candidate, treatment, boundaries, silent, strict=strict)
         for candidate, treatment in zip(chosen, treatments, strict=True)
         if treatment.route != "sharded_adamw"
     )
@@ -69,9 +69,11 @@ def _ask(model: nn.Module, predicate: ParamPredicate) -> list[_Candidate]:
     return list(by_id.values())
 
 
-def _spec(candidate: _Candidate, treatment: Treatment, boundaries: set[str], *, strict: bool) -> ParamSpec:
+def _spec(
+    candidate: _Candidate, treatment: Treatment, boundaries: set[str], silent: set[str], *, strict: bool
+) -> ParamSpec:
     first, *rest = candidate.names
-    boundary = boundary_of(candidate.names, boundaries, strict=strict)
+    boundary = boundary_of(candidate.names, boundaries, strict=strict, silent=silent)
     if boundary is None:
         path = first.split(".")[:-1]
         above = [".".join(path[: i + 1]) for i in range(len(path))]

@@ -404,19 +404,23 @@ def test_ranks_that_choose_differently_all_hear_of_the_first_difference(ranks, k
 
 
 def ranks_group_differently():
-    lr = 0.01 if dist.get_rank() == 0 else 0.02
-    try:
-        dmuon.Muon(wrap(Toy()), param_groups=[{"params": "blocks.1.*", "muon_lr": lr}])
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+    model, said = wrap(Toy()), []
+    mine = 0.01 if dist.get_rank() == 0 else 0.02
+    clips = 1.0 if dist.get_rank() == 0 else None
+    for options in ({"param_groups": [{"params": "blocks.1.*", "muon_lr": mine}]}, {"max_grad_norm": clips}):
+        with pytest.raises(ValueError, match="the optimizer's options or groups") as error:
+            dmuon.Muon(model, **options)
+        said.append(str(error.value))
+    return said
 
 
-def test_ranks_that_group_differently_hear_of_it(ranks):
-    for message in ranks(2, ranks_group_differently):
-        assert "the optimizer's parameter groups" in message
-        assert "blocks.1.q.weight" in message
-        assert "lr=0.01" in message
+def test_ranks_that_group_or_clip_differently_hear_of_it(ranks):
+    """A rank that clips waits in its step for one that does not."""
+    for groups, clips in ranks(2, ranks_group_differently):
+        assert "blocks.1.q.weight" in groups
+        assert "lr=0.01" in groups
+        assert "rank 0 has 'max_grad_norm=1.0" in clips
+        assert "rank 1 has 'max_grad_norm=None" in clips
 
 
 def averages_what_nobody_synchronizes():

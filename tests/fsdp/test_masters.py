@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon_core import Muon as ReferenceMuon
+from fsdp.models import world_mesh
 from fsdp.test_hsdp import grid
 
 SHAPES = ((48, 64), (64, 48), (64, 64), (32,))
@@ -131,7 +132,21 @@ def resumed(model_first):
     check_masters(again, other, oracle_model)
 
 
+def frozen_before_its_first_step():
+    """It still has a gradient, which a step takes; torch looks at nothing else."""
+    model = Weights(torch.bfloat16).requires_grad_(False)
+    dmuon.dedicate_params(model, world_mesh(), lambda name, p: True, param_policy=policies(master=True))
+    fully_shard(model, mesh=world_mesh())
+    optimizer = dmuon.Muon(model, SMALL)
+    assert not optimizer.state
+    for p in model.layers:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(optimizer.state[p]["master"].dtype == torch.float32 for p in model.layers)
+
+
 def write_and_resume():
+    frozen_before_its_first_step()
     written_outside()
     for model_first in (True, False):
         resumed(model_first)

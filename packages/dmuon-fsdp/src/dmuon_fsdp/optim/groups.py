@@ -117,7 +117,10 @@ def _take(rest: list[Entry], selectors: Any, group_name: str) -> list[Entry]:
     chosen = [selectors] if isinstance(selectors, (str, nn.Parameter)) else list(selectors)
     taken: list[Entry] = []
     for selector in chosen:
-        matching = [entry for entry in rest if _matches(entry, selector)]
+        matching: list[Entry] = []
+        others: list[Entry] = []
+        for entry in rest:
+            (matching if _matches(entry, selector) else others).append(entry)
         if not matching and not any(_matches(entry, selector) for entry in taken):
             what = selector if isinstance(selector, str) else f"a Parameter of shape {tuple(selector.shape)}"
             raise ValueError(
@@ -125,7 +128,7 @@ def _take(rest: list[Entry], selectors: Any, group_name: str) -> list[Entry]:
                 f"group did not take; names are those of the unwrapped model, * matches anything"
             )
         taken += matching
-        rest[:] = [entry for entry in rest if entry not in matching]
+        rest[:] = others
     return taken
 
 

@@ -108,16 +108,11 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        adamw_options = {
-            "lr": adamw_lr,
-            "weight_decay": adamw_weight_decay,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-        }
+        adamw_options = {"lr": adamw_lr, "weight_decay": adamw_weight_decay, "betas": adamw_betas, "eps": adamw_eps}
         groups = build_groups(entries, param_groups, muon, adamw_options)
         for group in groups:
             self._check_options(group)
-        _agree_on_groups(groups, entries, self._registrations)
+        _agree_on_groups(groups, entries, self._registrations, f"{max_grad_norm=} {momentum_dtype=} {unsynchronized=}")
         self._defaults_of: dict[str, dict[str, Any]] = {"muon": muon, "adamw": adamw_options}
         super().__init__(groups, {**adamw_options, **muon, "algorithm": "muon"})
         for registration in self._registrations:
@@ -301,15 +296,14 @@ class Muon(Optimizer):
         return Gradients(self._registrations, labelled, self._averages)
 
     def _muon_step(self, members: Sequence[DedicatedParam], group: dict[str, Any]) -> None:
-        buffers = [self._momentum_buffer(member.param) for member in members]
-        owned = [(member, buffer) for member, buffer in zip(members, buffers, strict=True) if member.is_owner]
+        owned = [member for member in members if member.is_owner]
         if not owned:
             return
-        masters = self._masters.of([member for member, _ in owned], self.state)
+        masters = self._masters.of(owned, self.state)
         muon_update_(
-            [masters.get(member, member.owned.local) for member, _ in owned],
-            [cast(OwnedTensor, member.param.grad).local for member, _ in owned],
-            [buffer.local for _, buffer in owned],
+            [masters.get(member, member.owned.local) for member in owned],
+            [cast(OwnedTensor, member.param.grad).local for member in owned],
+            [self.state[member.param]["momentum_buffer"].local for member in owned],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -317,16 +311,10 @@ class Muon(Optimizer):
             newton_schulz=self.newton_schulz,
             ns_steps=group["ns_steps"],
             adjust_lr_fn=group["adjust_lr_fn"],
-            views=[member.view for member, _ in owned],
-            presence=[member.presence for member, _ in owned],
+            views=[member.view for member in owned],
+            presence=[member.presence for member in owned],
         )
         self._masters.write_back(masters)
-
-    def _momentum_buffer(self, parameter: nn.Parameter) -> OwnedTensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.momentum_dtype)
-        return cast(OwnedTensor, state["momentum_buffer"])
 
 
 def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:
@@ -370,7 +358,7 @@ def _with_names(parameters: Any, group_name: str) -> list[tuple[str, Tensor]]:
 
 
 def _agree_on_groups(
-    groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry], registrations: Sequence[Registration]
+    groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry], registrations: Sequence[Registration], options: str
 ) -> None:
     """Raise on all ranks alike where they were given different groups or options."""
     homes = {entry.parameter: entry.home for entry in entries}
@@ -378,6 +366,6 @@ def _agree_on_groups(
         own = [
             {**group, "params": [(n, p) for n, p in group["params"] if homes[p] is registration]} for group in groups
         ]
-        lines = digest_lines(own)
+        lines = [options, *digest_lines(own)]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        agree_on(digest, lines, registration.ranks.groups, what="the optimizer's parameter groups")
+        agree_on(digest, lines, registration.ranks.groups, what="the optimizer's options or groups")

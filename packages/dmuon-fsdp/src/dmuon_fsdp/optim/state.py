@@ -84,11 +84,16 @@ def _step_device(parameter: nn.Parameter) -> torch.device:
 
 
 def create_missing(state: State, groups: Sequence[Group], rules: StateRules) -> None:
-    """Fresh state for every parameter that is trained and has none; parameters on meta wait."""
+    """Fresh state for every parameter that has none and is stepped; parameters on meta wait."""
     for group in groups:
         for parameter in group["params"]:
-            if not state.get(parameter) and parameter.requires_grad and parameter.device.type != "meta":
+            if not state.get(parameter) and _is_stepped(parameter) and parameter.device.type != "meta":
                 state[parameter] = rules.fresh(parameter, group["algorithm"])
+
+
+def _is_stepped(parameter: nn.Parameter) -> bool:
+    # What was frozen after a backward still has its gradient, which is all that a step looks at.
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def refresh(state: State, groups: Sequence[Group], rules: StateRules) -> None:

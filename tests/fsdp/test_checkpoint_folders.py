@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from fsdp.models import Toy, close, is_projection, world_mesh
-from fsdp.resuming import Run, assert_same, uninterrupted, whole
+from fsdp.resuming import Run, assert_same, global_loss, uninterrupted, whole
 from ranks.harness import run_ranks
 
 PARTS = StateDictOptions()
@@ -78,16 +78,28 @@ def save_asynchronously(run, folder):
 
 def save_fsdp2_alone(folder):
     """FSDP2 with AdamW, as torch saves it, under ``model.`` and without."""
-    torch.manual_seed(5)
-    model = Toy()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=world_mesh())
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fsdp2_alone(seed=5)
+    global_loss(model, 0, dist.get_rank(), dist.get_world_size()).backward()
+    optimizer.step()
     both = {"model": dsd.get_model_state_dict(model), "optimizer": dsd.get_optimizer_state_dict(model, optimizer)}
     dcp.save(both, checkpoint_id=f"{folder}/fsdp2")
     dcp.save(model.state_dict(), checkpoint_id=f"{folder}/bare")
     dmuon.save_checkpoint(model, optimizer, f"{folder}/ours")
-    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    return weights_and_moments(model, optimizer)
+
+
+def fsdp2_alone(seed):
+    torch.manual_seed(seed)
+    model = Toy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=world_mesh())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+
+
+def weights_and_moments(model, optimizer):
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    state = [{key: whole(value) for key, value in entry.items()} for entry in optimizer.state.values()]
+    return weights, state, optimizer.param_groups[0]["lr"]
 
 
 @pytest.fixture(scope="module")
@@ -206,17 +218,28 @@ def load_fsdp2(folder):
         run = Run(seed=1)
         dmuon.load_checkpoint(run.model, None, f"{folder}/{kind}")
         got.append(run.weights())
+    both = []
+    for kind in ("fsdp2", "ours"):
+        model, optimizer = fsdp2_alone(seed=1)
+        dmuon.load_checkpoint(model, optimizer, f"{folder}/{kind}")
+        both.append(weights_and_moments(model, optimizer))
     try:
         dmuon.load_checkpoint(run.model, run.optimizer, f"{folder}/fsdp2")
     except KeyError as error:
-        return got, str(error)
-    return got, "accepted"
+        return got, both, str(error)
+    return got, both, "accepted"
 
 
-def test_weights_that_fsdp2_saved(ranks, saved):
-    for got, said in ranks(3, load_fsdp2, str(saved[0])):
-        for weights in got:
-            assert_same(weights, saved[2])
+def test_what_fsdp2_saved(ranks, saved):
+    """Its weights under owners, and all of it in FSDP2 again, on another world."""
+    want, moments, lr = saved[2]
+    for got, both, said in ranks(3, load_fsdp2, str(saved[0])):
+        for weights in [*got, *(weights for weights, _, _ in both)]:
+            assert_same(weights, want)
+        for _, state, rate in both:
+            assert rate == lr
+            for one, other in zip(state, moments, strict=True):
+                assert_same(one, other)
         assert "lacks 'optimizer.state.blocks.0.down.weight.momentum_buffer'" in said
         assert "has 'optimizer.state.blocks.0.down.weight.exp_avg'" in said
 

@@ -82,24 +82,55 @@ def test_the_norm_and_what_it_scales_are_those_of_one_process(ranks, world_size)
 
 
 def run_clips_on_a_grid():
-    cells = [
-        {
-            "wrapping": wrap_hsdp,
-            "options": {"replicas": 2, "shards": 2},
-            "norm_type": order,
-            "max_norm": limit,
-            "through": t,
-        }
-        for order, limit, t in ((2.0, 0.1, "model"), (1.0, 1e9, "optimizer"), (math.inf, 0.01, "model"))
+    rows = [
+        (2.0, 0.1, "model", "named"),
+        (1.0, 1e9, "optimizer", "named"),
+        (math.inf, 0.01, "model", "named"),
+        (2.0, 0.1, "model", "unnamed"),
     ]
     norms = []
-    on_all_cells(cells, lambda **cell: norms.append(check_clip(**cell)))
+    for order, limit, through, kind in rows:
+        grid = {"wrapping": wrap_hsdp, "options": {"replicas": 2, "shards": 2, "kind": kind}}
+        cell = {**grid, "norm_type": order, "max_norm": limit, "through": through}
+        on_all_cells([cell], lambda **cell: norms.append(check_clip(**cell)))
     return norms
 
 
 def test_on_two_dimensions_too(ranks):
     first, *others = ranks(4, run_clips_on_a_grid)
     assert all(other == first for other in others)
+
+
+class Narrow(nn.Module):
+    """FSDP2 has two rows of its last matrix for three ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False)
+
+    def forward(self, x):
+        return self.narrow(torch.tanh(self.wide(x)))
+
+
+def wrap_narrow(model):
+    dmuon.dedicate_params(model, world_mesh(), lambda name, p: "wide" in name)
+    return fully_shard(model, mesh=world_mesh())
+
+
+def clips_without_rows():
+    twins = Twins(Narrow, wrapping=wrap_narrow)
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randn(3, 4, 8, generator=generator)
+    twins.backward(lambda model, rank: model(batches[rank]).square().mean())
+    for order in (math.inf, 1.0):
+        got = dmuon.clip_grad_norm_(twins.model, 0.01, order).item()
+        assert got == pytest.approx(nn.utils.clip_grad_norm_(twins.reference.parameters(), 0.01, order).item(), **NORM)
+    twins.check_gradients()
+
+
+def test_a_rank_that_has_no_rows_joins(ranks):
+    """The largest of no numbers is an error, on that rank alone."""
+    ranks(3, clips_without_rows)
 
 
 # --- each physical gradient once

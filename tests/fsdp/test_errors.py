@@ -369,6 +369,12 @@ def test_a_predicate_that_matches_nothing_warns_with_the_names_there_are(ranks):
         assert "norm" not in text
 
 
+ODD_OPTIONS = {
+    "groups": {"process_group_policy": "shared"},
+    "dtypes": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+}
+
+
 def ranks_choose_differently(kind):
     rank = dist.get_rank()
     predicates = {
@@ -382,7 +388,8 @@ def ranks_choose_differently(kind):
             first = model.blocks[0].q
             del model.blocks[0].q
             model.blocks[0].q = first  # the last child now
-        dmuon.dedicate_params(model, world_mesh(), predicates.get(kind, is_projection))
+        options = ODD_OPTIONS.get(kind, {}) if rank == 1 else {}
+        dmuon.dedicate_params(model, world_mesh(), predicates.get(kind, is_projection), **options)
     try:
         fully_shard(model.blocks[0], mesh=world_mesh())
     except ValueError as error:
@@ -394,9 +401,12 @@ def ranks_choose_differently(kind):
     ("another", ["rank 1 has", "blocks.1.up.weight [176, 64]", "blocks.1.down.weight [64, 176]"]),
     ("order", ["blocks.0.k.weight [64, 64]", "blocks.0.q.weight [64, 64]"]),
     ("nothing", ["rank 1 has '0 dedicated parameters", "blocks.0.q.weight [64, 64]"]),
+    ("groups", ["rank 0 has \"process_group_policy='isolated'", "rank 1 has \"process_group_policy='shared'"]),
+    ("dtypes", ["mp_policy=None", "param_dtype=torch.bfloat16"]),
 ])  # fmt: skip
 def test_ranks_that_choose_differently_all_hear_of_the_first_difference(ranks, kind, parts):
-    """A rank whose predicate matched nothing once went on alone, and the others waited for it."""
+    """A rank whose predicate matched nothing once went on alone, and the others waited for it; so they do for one that
+    makes no process group, or whose buffers have another size."""
     messages = ranks(3, ranks_choose_differently, kind)
     assert len(set(messages)) == 1
     for part in ("the ranks disagree on what is dedicated", *parts):

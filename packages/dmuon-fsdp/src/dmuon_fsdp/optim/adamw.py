@@ -67,7 +67,8 @@ def _step_if(
             local(own["exp_avg"]),
             local(own["exp_avg_sq"]),
             own["step"],
-            lr=lr.to(present.device) if isinstance(lr, Tensor) else lr,
+            # A copy that waits would make the host wait for the device.
+            lr=lr.to(present.device, non_blocking=True) if isinstance(lr, Tensor) else lr,
             betas=group["betas"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],

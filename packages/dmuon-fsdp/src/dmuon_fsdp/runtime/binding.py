@@ -74,6 +74,15 @@ class Dedication:
             self._assignment = Assignment.of(self.specs, self.mesh.size(), self.options, replicas=replicas)
         return self._assignment
 
+    def agree(self) -> None:
+        """Raise on all ranks alike unless all were told the same; before they make a group of our own together."""
+        options = (
+            f"process_group_policy={self.process_group_policy!r} mp_policy={self.mp_policy} "
+            f"reshard_after_forward={self.reshard_after_forward}"
+        )
+        plan = self.assignment()
+        agree_on(f"{plan.digest()} {options}", [*plan.lines(), options], self.groups, what="what is dedicated and how")
+
     @property
     def groups(self) -> list[ProcessGroup]:
         """The user's own, which one after the other reach every rank that shares the model."""
@@ -142,8 +151,8 @@ class Registration:
         self._covering = None
         plan = dedication.assignment()
         meet(_SETTING_UP, dedication.groups, dedication.mesh.device_type)
+        dedication.agree()
         ranks = make_ranks(dedication.mesh, dedication.replicate_mesh, dedication.process_group_policy)
-        agree_on(plan.digest(), plan.lines(), ranks.groups)
         dedication.home_mesh = _home_mesh(dedication, ranks)
         dedication.ranks = ranks
         if not plan.specs:

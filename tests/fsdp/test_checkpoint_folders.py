@@ -208,8 +208,31 @@ def back_from_hsdp(folder):
     assert_same(flat.everything(), want)
 
 
-def test_to_replicas_and_back(ranks, saved):
-    ranks(4, back_from_hsdp, str(saved[0]))
+def in_bf16():
+    return Toy().bfloat16()
+
+
+def masters_travel(folder):
+    """fp32 masters of a bf16 model, to another mesh: the digits that the weights have not."""
+    policy = {"param_policy": [dmuon.ParamPolicy("*", master_dtype=torch.float32)]}
+    source, target = Run(make=in_bf16, dedicate=policy), Run(2, 2, make=in_bf16, dedicate=policy, seed=5)
+    source.train(range(2))
+    dmuon.save_checkpoint(source.model, source.optimizer, f"{folder}/masters")
+    dmuon.load_checkpoint(target.model, target.optimizer, f"{folder}/masters")
+    got, want = target.everything(), source.everything()
+    assert_same(got, want)
+    master, weight = want["blocks.0.q.weight.master"], want["blocks.0.q.weight"]
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, weight.float())
+
+
+def replicas_and_masters(folder):
+    back_from_hsdp(folder)
+    masters_travel(folder)
+
+
+def test_to_replicas_and_back_with_masters(ranks, saved):
+    ranks(4, replicas_and_masters, str(saved[0]))
 
 
 def load_fsdp2(folder):

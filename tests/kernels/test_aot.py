@@ -133,6 +133,58 @@ def test_manifest_of_another_format_is_refused():
         parse({"format": 2})
 
 
+DAMAGED = [
+    [],
+    {},
+    {"format": 1},
+    {"format": 1, "triton": "3.6.0", "sources": {}, "signatures": 3, "artefacts": {}},
+    {"format": 1, "triton": "3.6.0", "sources": {}, "signatures": [], "artefacts": {"90": [{}]}},
+]
+
+
+@pytest.mark.parametrize("document", DAMAGED, ids=str)
+def test_damaged_manifest_is_a_reason(document, monkeypatch, tmp_path):
+    """Triton's compiler may still be there: a probe that raises would take it away too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(manifest, "_FOLDER", tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    read_manifest.cache_clear()
+    try:
+        assert "the manifest is damaged" in shipped.complaint(CUDA)
+    finally:
+        read_manifest.cache_clear()
+
+
+def test_installation_without_sources_is_a_reason(monkeypatch, tmp_path):
+    """Some packagers keep byte code alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(shipped.driver, "functions", dict)
+    monkeypatch.setattr(manifest, "_PACKAGE", tmp_path)
+    source_hashes.cache_clear()
+    try:
+        assert "tma_kernel.py" in shipped.complaint(CUDA)
+    finally:
+        source_hashes.cache_clear()
+
+
+WITHOUT_LZMA = """
+import sys
+sys.modules["_lzma"] = None
+import torch
+from dmuon_kernels import specs
+from dmuon_kernels.aot import shipped
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+print(shipped.complaint(torch.device("cuda", 0)))
+"""
+
+
+def test_python_without_lzma():
+    """One built where the library's headers were missing has none; quack and Triton's compiler do not need it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LZMA], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "this Python was built without lzma, which unpacks them"
+
+
 def test_damaged_archive_is_named(artefacts):
     architecture, found = artefacts
     first = next(iter(found.values()))
@@ -246,6 +298,12 @@ def test_strides_that_no_kernel_ships_for():
     assert variant_of(_plan(a, None, _tensor(2, 64, 64).mT, beta=1.0)) is None
     far = _tensor(2, 256, 2**31)[..., :256]
     assert variant_of(_plan(_tensor(2, 256, 512), d=far, config=PAIR)) is None
+
+
+def test_sizes_that_no_kernel_ships_for():
+    """They are i32 there; packing such a launch would raise in the middle of a step."""
+    assert variant_of(_plan(_tensor(1, 64, 2**31 - 8))) is not None
+    assert variant_of(_plan(_tensor(1, 64, 2**31))) is None
 
 
 def test_kernel_that_masks_k_takes_every_k(shipping):

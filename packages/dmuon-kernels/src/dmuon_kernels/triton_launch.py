@@ -246,23 +246,27 @@ def plan_descriptors(
             "alpha_sb": x.scalars.alpha_stride,
             "beta_sb": x.scalars.beta_stride,
         },
-        constants={
-            **_scalar_constants(x),
-            "A_K_MAJOR": x.a.stride(-1) == 1,
-            "B_K_MAJOR": b.stride(-1) == 1,
-            "TILE_M": config.tile_m,
-            "TILE_N": config.tile_n,
-            "TILE_K": config.tile_k,
-            "CHUNK": config.chunk,
-            "GROUP": config.group,
-            "STAGES": config.stages,
-            "SPLIT": config.split if whole < tiles else 1,
-            "SOME_WHOLE": whole > 0,
-            "UNIT_STEP": tile_step,
-            "EMULATE": INTERPRETED,
-        },
+        constants=_descriptor_constants(x, config, whole, tiles) | {"UNIT_STEP": tile_step},
         warps=config.warps,
     )
+
+
+def _descriptor_constants(x: Operands, config: TmaConfig, whole: int, tiles: int) -> dict[str, int]:
+    b = x.a if x.b is None else x.b
+    return {
+        **_scalar_constants(x),
+        "A_K_MAJOR": x.a.stride(-1) == 1,
+        "B_K_MAJOR": b.stride(-1) == 1,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "TILE_K": config.tile_k,
+        "CHUNK": config.chunk,
+        "GROUP": config.group,
+        "STAGES": config.stages,
+        "SPLIT": config.split if whole < tiles else 1,
+        "SOME_WHOLE": whole > 0,
+        "EMULATE": INTERPRETED,
+    }
 
 
 def _programs(config: TmaConfig, units: int, multiprocessors: int, sms: int | None) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import lzma
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +113,9 @@ def source_hashes() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _archive(architecture: int) -> bytes:
+    # Some builds of Python have none; the other ways to a kernel must not miss it.
+    import lzma
+
     return lzma.decompress((_FOLDER / archive_name(architecture)).read_bytes())
 
 
@@ -173,16 +175,19 @@ def parse(document: Mapping[str, Any]) -> Manifest:
     """The manifest that :func:`dump` wrote.
 
     Raises:
-        ValueError: it is of another format.
+        ValueError: it is of another format, or damaged.
     """
-    if document.get("format") != FORMAT:
-        raise ValueError(f"the manifest has format {document.get('format')!r}, this version reads {FORMAT}")
-    signatures = [_signature(each) for each in document["signatures"]]
-    artefacts = {
-        int(architecture): {each.variant: each for each in (_artefact(row, signatures) for row in rows)}
-        for architecture, rows in document["artefacts"].items()
-    }
-    return Manifest(document["triton"], dict(document["sources"]), artefacts)
+    try:
+        if document["format"] != FORMAT:
+            raise ValueError(f"the manifest has format {document['format']!r}, this version reads {FORMAT}")
+        signatures = [_signature(each) for each in document["signatures"]]
+        artefacts = {
+            int(architecture): {each.variant: each for each in (_artefact(row, signatures) for row in rows)}
+            for architecture, rows in document["artefacts"].items()
+        }
+        return Manifest(document["triton"], dict(document["sources"]), artefacts)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"the manifest is damaged: install dmuon-kernels again ({error!r})") from error
 
 
 _Signature = tuple[dict[str, str], dict[str, TensorMap]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,14 +111,16 @@ def complaint(device: torch.device) -> str | None:
 
 
 def _installation_complaint(architecture: int) -> str | None:
+    if importlib.util.find_spec("_lzma") is None:
+        return "this Python was built without lzma, which unpacks them"
     try:
-        manifest = read_manifest()
+        manifest, sources = read_manifest(), source_hashes()
         driver.functions()
     except (OSError, ValueError) as error:
         return str(error)
     if manifest is None or architecture not in manifest.artefacts:
         return f"this installation carries none for sm_{architecture}"
-    if manifest.sources != source_hashes():
+    if manifest.sources != sources:
         return "they were built from other sources than the installed ones; run tools/build_cubins.py"
     return None
 

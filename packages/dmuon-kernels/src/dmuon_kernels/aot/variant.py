@@ -22,7 +22,9 @@ _LONG = {
     # A row stride in i64 takes so many registers at the store that the largest tiles spill.
     DESCRIPTORS: {"d_sb"},
 }
-"""Integers of type i64; all others are below 2**31."""
+"""Integers of type i64; all others are i32."""
+_SIZES = {POINTERS: ("M", "K", "tiles"), DESCRIPTORS: ("M", "K", "units", "d_sm")}
+"""Integers of type i32 that grow with the operands."""
 _DIVISORS = {
     POINTERS: dict.fromkeys(_OPERANDS, 16),
     DESCRIPTORS: {"d": 16, "partials": 16, "arrivals": 16, "d_sb": 8, "d_sm": 8},
@@ -80,15 +82,18 @@ def _float(argument: Argument) -> float:
 
 
 def variant_of(launch: Launch) -> Variant | None:
-    """The variant that runs a launch in its canonical form; None where none can, because of its strides."""
+    """The variant that runs a launch in its canonical form; None where none can, because of its strides or sizes."""
     folded = _folded(launch) if launch.kernel == POINTERS else frozenset[str]()
-    row_stride = launch.arguments["d_sm"]
-    assert isinstance(row_stride, int), "strides are integers"
-    if folded is None or (launch.kernel == DESCRIPTORS and row_stride >= _BEYOND_I32):
+    if folded is None or not all(_fits_i32(launch.arguments[name]) for name in _SIZES[launch.kernel]):
         return None
     d = launch.arguments["d"]
     assert isinstance(d, Tensor), "every kernel has a result"
     return Variant(launch.kernel, _TYPES[d.dtype], launch.warps, frozenset(launch.constants.items()), folded)
+
+
+def _fits_i32(number: Argument) -> bool:
+    assert isinstance(number, int), "sizes and strides are integers"
+    return number < _BEYOND_I32
 
 
 def _folded(launch: Launch) -> frozenset[str] | None:

@@ -7,11 +7,12 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dmuon_core import NewtonSchulz, export_verdicts, tune, use_verdicts
 from dmuon_core import env as environment
 from dmuon_core.notices import warn_once
-from dmuon_core.syrk import ladder, verdicts
+from dmuon_core.syrk import ladder, loose, products, verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
 from dmuon_core.syrk.contract import API, ProductSpec, SyrkSpec, with_config
 from dmuon_core.syrk.ladder import KernelChoice, Loaded
@@ -25,6 +26,8 @@ KEY = "float16 k · · 2x64x96"
 def _own_book(tmp_path, monkeypatch):
     monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(verdicts, "_book", verdicts._Book())
+    monkeypatch.setattr(products, "_checked", {})
+    monkeypatch.setattr(loose, "_checked", {})
     warn_once.cache_clear()
 
 
@@ -132,7 +135,15 @@ def test_exported_verdicts_are_used_elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"format": 2, "machines": {}}, {"format": 1, "machines": {"x": {"k": {"y": 1}}}}]
+    "wrong",
+    [
+        {},
+        {"format": 2, "machines": {}},
+        {"format": 1, "machines": {"x": {"k": {"y": 1}}}},
+        {"format": 1, "machines": {"x": {"k": {"kernel": "triton", "microseconds": "12"}}}},
+        {"format": 1, "machines": {"x": {"k": {"kernel": "triton", "config": ["tile"]}}}},
+        {"format": 1, "machines": {"x": {"k": {"kernel": None}}}},
+    ],
 )
 def test_verdicts_of_another_form_are_refused(wrong):
     with pytest.raises(ValueError, match="use_verdicts takes what export_verdicts returned"):
@@ -203,12 +214,31 @@ def test_an_exception_in_a_backends_check_is_a_reason(monkeypatch):
         choice(torch.randn(4, 8))
 
 
-def test_deterministic_choices_know_no_verdicts(monkeypatch):
+def test_deterministic_choices_know_no_verdicts(monkeypatch, two):
+    """Asked for operands on a GPU, where verdicts are looked up; of them this needs no more than shapes."""
     assert NewtonSchulz(deterministic=True).kernel.deterministic
-    monkeypatch.setattr(verdicts, "find", lambda device, key: pytest.fail("looked up"))
-    choice = dataclasses.replace(KernelChoice("auto"), deterministic=True)
-    choice._ladders[CPU] = (Loaded(TORCH, torch_syrk),)
-    assert choice.order(torch.randn(4, 8), None, None) == choice.ladder(CPU)
+    asked = []
+    monkeypatch.setattr(verdicts, "find", lambda device, key: asked.append(key) or (Verdict("second", "large"),))
+    monkeypatch.setattr(ladder, "computes", lambda device: True)
+    with FakeTensorMode():
+        a = torch.empty(2, 64, 96, dtype=torch.float16, device="cuda:0")
+    for deterministic, first in ((False, "second"), (True, "first")):
+        choice = KernelChoice("auto", deterministic=deterministic)
+        choice._ladders[a.device] = two[0]
+        asked.clear()
+        assert choice.order(a, None, None)[0].spec.name == first
+        assert bool(asked) != deterministic
+        assert choice._measures(a.device) != deterministic
+
+
+def test_deterministic_matrices_begin_at_addresses_alike(monkeypatch):
+    """cuBLAS chooses by alignment too: the second matrix of an odd stack would get other bits than alone."""
+    parts = []
+    monkeypatch.setattr(NewtonSchulz, "_iterate", lambda self, x, schedule: parts.append(x) or x)
+    ns = NewtonSchulz(deterministic=True)
+    ns._fresh(torch.empty(3, 5, 7, device="meta"), ns.schedule())
+    assert [part.shape for part in parts] == [(1, 5, 7)] * 3
+    assert [part.storage_offset() for part in parts] == [0] * 3
 
 
 def test_tuning_needs_a_gpu():
@@ -333,7 +363,8 @@ def test_loose_kernels_run_where_they_may(two):
     loose_calls = []
 
     def loose(a, b=None, c=None, **options):
-        loose_calls.append(options.get("config"))
+        # The check at load is of other sizes.
+        loose_calls.extend([options.get("config")] * (a.shape[1] == 64))
         return torch_syrk(a, b, c, **{k: v for k, v in options.items() if k != "config"})
 
     spec = dataclasses.replace(two[0][0].spec, load_loose=lambda: loose)
@@ -345,3 +376,79 @@ def test_loose_kernels_run_where_they_may(two):
     choice(r, r, exact=False)
     assert loose_calls == [None]
     assert choice.launches == {"first": 2}
+
+
+def _not_there():
+    raise ImportError("no quack")
+
+
+def _raises(*operands, **options):
+    raise AssertionError("no such tile")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"), [(_not_there, "no quack"), (lambda: _raises, "no such tile")], ids=["load", "run"]
+)
+def test_a_product_that_does_not_run_is_left_out_with_one_warning(measured, load, reason):
+    """A verdict that ships names what worked with other versions; here it must not end a step."""
+    choice, _ = measured
+    _, second = choice._ladders[CPU]
+    spec = dataclasses.replace(second.spec, product=ProductSpec(load, lambda a, b, out: ("tile-1",)))
+    choice._ladders[CPU] = (Loaded(spec, second.fn),)
+    a, b, out = torch.randn(2, 64, 64).half(), torch.randn(2, 64, 96).half(), torch.empty(2, 64, 96).half()
+    verdicts.add(CPU, {verdicts.product_key(a, b): Verdict("second", "tile-1", 1.0)}, keep=False)
+    with pytest.warns(RuntimeWarning, match=f"tile-1 is left out on cpu: it failed: .*{reason}") as given:
+        found = [dataclasses.replace(choice, _products={}).multiply(a, b, out=out).clone() for _ in range(2)]
+    assert all(torch.equal(each, torch.bmm(a, b)) for each in found)
+    assert len(given) == 1
+
+
+def test_a_product_is_checked_in_the_layout_that_it_gets(measured):
+    """X Xᵀ has a column-major second factor and a row-major result, which a check of X alone does not try."""
+    choice, _ = measured
+    _, second = choice._ladders[CPU]
+
+    def product(a, b, *, out, config):
+        return torch.bmm(a, b, out=out).mul_(1.0 if (b.stride(-1) == 1) == (out.stride(-1) == 1) else 1.01)
+
+    spec = dataclasses.replace(second.spec, product=ProductSpec(lambda: product, lambda a, b, out: ("tile-1",)))
+    choice._ladders[CPU] = (Loaded(spec, second.fn),)
+    x, out = torch.randn(2, 64, 96).half(), torch.empty(2, 64, 64).half()
+    verdicts.add(CPU, {verdicts.product_key(x, x.mT): Verdict("second", "tile-1", 1.0)}, keep=False)
+    with pytest.warns(RuntimeWarning, match="computes wrong values"):
+        choice.multiply(x, x.mT, out=out)
+    assert torch.equal(out, torch.bmm(x, x.mT))
+
+
+def _wrong_loose(a, b=None, c=None, **options):
+    return torch_syrk(a, b, c, **options).mul_(1.01)
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [(_not_there, "no quack"), (lambda: _raises, "no such tile"), (lambda: _wrong_loose, "wrong values")],
+    ids=["does not load", "does not run", "wrong"],
+)
+def test_an_inexact_kernel_that_fails_leaves_the_exact_one(two, load, reason):
+    choice = KernelChoice("auto")
+    (first, _), calls = two
+    choice._ladders[CPU] = (Loaded(dataclasses.replace(first.spec, load_loose=load), first.fn),)
+    r = torch.randn(2, 64, 64).half()
+    with pytest.warns(RuntimeWarning, match=f"kernel 'first' is always exact on cpu: .*{reason}") as given:
+        found = [choice(r, r, exact=False) for _ in range(2)]
+    assert all(torch.equal(each, torch_syrk(r, r)) for each in found)
+    assert len(given) == 1
+    assert len(calls["first"]) == 2
+
+
+def test_nothing_is_checked_in_a_capture(monkeypatch, two):
+    """A check reads its result, which ends the user's capture; what was not checked before does not run there."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    device = torch.device("cuda", 0)
+    unasked = ProductSpec(lambda: pytest.fail("loaded"), lambda a, b, out: ())
+    options = {"dtype": torch.float16, "columns": (False, False), "device": device}
+    assert products.checked_product("second", unasked, "tile-1", **options) is None
+    spec = dataclasses.replace(two[0][0].spec, load_loose=lambda: pytest.fail("loaded"))
+    assert loose.loose_kernel(spec, device) is None
+    assert not products._checked
+    assert not loose._checked

@@ -238,8 +238,9 @@ class NewtonSchulz:
         """The factors in memory of their own. The same bits in any batch where deterministic."""
         on_cpu = x_BMN.device.type == "cpu"
         x_BMN = normalize(x_BMN, self.dtype, exact=self.deterministic or on_cpu)
-        # A kernel may choose its tiles by the batch, and with them the order of its sums: one matrix at a time.
-        parts = x_BMN.split(1) if self.deterministic and not on_cpu else [x_BMN]
+        # A kernel may choose its tiles by the batch or by the address, and with them the order of its sums: one matrix
+        # at a time, each at the start of its own memory.
+        parts = [part.clone() for part in x_BMN.split(1)] if self.deterministic and not on_cpu else [x_BMN]
         return torch.cat([self._iterate(part, schedule) for part in parts])
 
     def _iterate(self, x_BMN: Tensor, schedule: Schedule) -> Tensor:

@@ -21,6 +21,7 @@ from dmuon_core.syrk import verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
 from dmuon_core.syrk.contract import NormalizeFn, Scalar, SyrkFn, SyrkSpec, with_config
 from dmuon_core.syrk.discovery import Found, describe_error, discover
+from dmuon_core.syrk.loose import loose_kernel
 from dmuon_core.syrk.normalizers import normalizer_of
 from dmuon_core.syrk.products import checked_product
 
@@ -136,6 +137,7 @@ class KernelChoice:
     ran: dict[str, tuple[SyrkSpec, torch.device]] = field(default_factory=dict)
     deterministic: bool = False
     _ladders: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
+    _loose: dict[torch.device, tuple[Loaded, ...]] = field(default_factory=dict)
     _orders: dict[tuple[torch.device, int, str], tuple[Loaded, ...]] = field(default_factory=dict)
     _wholes: dict[tuple[torch.device, int, str], bool] = field(default_factory=dict)
     _products: dict[tuple[torch.device, int, str], Callable[..., Tensor] | None] = field(default_factory=dict)
@@ -165,7 +167,11 @@ class KernelChoice:
             if not computes(device):
                 return (Loaded(TORCH, torch_syrk),)
             self._ladders[device] = _climb(device) if self.name == "auto" else (_named(self.name, device),)
-        return self._ladders[device] if exact else tuple(map(_loosened, self._ladders[device]))
+        if exact:
+            return self._ladders[device]
+        if device not in self._loose:
+            self._loose[device] = tuple(_loosened(each, device) for each in self._ladders[device])
+        return self._loose[device]
 
     def __call__(
         self,
@@ -244,6 +250,7 @@ class KernelChoice:
             "launches": Counter(),
             "ran": {},
             "_ladders": {},
+            "_loose": {},
             "_orders": {},
             "_wholes": {},
             "_products": {},
@@ -278,14 +285,9 @@ def _ranked(ladder: tuple[Loaded, ...], a: Tensor, b: Tensor | None, c: Tensor |
     return _predicted(ladder, a)
 
 
-def _loosened(each: Loaded) -> Loaded:
-    if each.spec.load_loose is None:
-        return each
-    try:
-        return Loaded(each.spec, each.spec.load_loose())
-    except Exception as error:
-        warn_once(f"dmuon: kernel {each.spec.name!r} is always exact: {describe_error(error)}")
-        return each
+def _loosened(each: Loaded, device: torch.device) -> Loaded:
+    loose = loose_kernel(each.spec, device)
+    return each if loose is None else Loaded(each.spec, loose)
 
 
 def _microseconds(device: torch.device, key: str, names: set[str]) -> float | None:
@@ -304,9 +306,13 @@ def _measured_product(
         product = specs[verdict.kernel].product if verdict.kernel in specs else None
         if product is None or verdict.config is None or verdict.config not in product.configs(a_BMK, b_BKN, out):
             continue
-        by_columns = out.stride(-1) != 1
         fn = checked_product(
-            verdict.kernel, product, verdict.config, dtype=out.dtype, by_columns=by_columns, device=out.device
+            verdict.kernel,
+            product,
+            verdict.config,
+            dtype=out.dtype,
+            columns=(b_BKN.stride(-1) != 1, out.stride(-1) != 1),
+            device=out.device,
         )
         if fn is not None:
             return fn

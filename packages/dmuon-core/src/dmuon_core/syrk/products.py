@@ -13,25 +13,33 @@ from dmuon_core.notices import warn_once
 from dmuon_core.syrk.contract import ProductSpec
 from dmuon_core.syrk.discovery import describe_error
 
-_checked: dict[tuple[ProductSpec, str, torch.dtype, bool, str], Callable[..., Tensor] | None] = {}
+_checked: dict[tuple[ProductSpec, str, torch.dtype, tuple[bool, bool], str], Callable[..., Tensor] | None] = {}
 _checking = threading.Lock()
 
 
 def checked_product(
-    name: str, product: ProductSpec, config: str, *, dtype: torch.dtype, by_columns: bool, device: torch.device
+    name: str,
+    product: ProductSpec,
+    config: str,
+    *,
+    dtype: torch.dtype,
+    columns: tuple[bool, bool],
+    device: torch.device,
 ) -> Callable[..., Tensor] | None:
     """``fn(a, b, out=...)`` in this configuration, or None where it fails or computes wrong values on ``device``.
 
     Args:
         name: the backend's, for the warning.
-        by_columns: whether B and the result are column-major.
+        columns: whether B is column-major, and whether the result is. Each layout may be another kernel.
     """
-    key = (product, config, dtype, by_columns, str(device))
+    key = (product, config, dtype, columns, str(device))
     with _checking:
+        if key not in _checked and is_capturing(device):
+            return None
         if key not in _checked:
             try:
                 fn = functools.partial(product.load(), config=config)
-                complaint = _complaint(fn, dtype, by_columns, device)
+                complaint = _complaint(fn, dtype, columns, device)
             except Exception as error:
                 complaint = f"it failed: {describe_error(error)}"
             if complaint is not None:
@@ -40,14 +48,20 @@ def checked_product(
         return _checked[key]
 
 
-def _complaint(fn: Callable[..., Tensor], dtype: torch.dtype, by_columns: bool, device: torch.device) -> str | None:
+def is_capturing(device: torch.device) -> bool:
+    """Whether a check would end a capture, since it reads its result. What was not checked before must wait then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _complaint(
+    fn: Callable[..., Tensor], dtype: torch.dtype, columns: tuple[bool, bool], device: torch.device
+) -> str | None:
     """A product that any right kernel gets: ones, zeros and minus ones, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-1, 2, (2, *shape), generator=generator).float() for shape in ((264, 136), (136, 280)))
     want = a @ b
     b, out = b.to(device, dtype), torch.full((2, 264, 280), float("nan"), dtype=dtype, device=device)
-    if by_columns:
-        b, out = b.mT.contiguous().mT, out.mT.contiguous().mT
+    b, out = (x.mT.contiguous().mT if turned else x for x, turned in zip((b, out), columns, strict=True))
     fn(a.to(device, dtype), b, out=out)
     wrong = int((out.float().cpu() != want).sum())
     return f"it computes wrong values ({wrong} of {want.numel()} in the check at load)" if wrong else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmuon_core.syrk import verdicts
 from dmuon_core.syrk.builtin import full_precision_reduction, torch_syrk
-from dmuon_core.syrk.contract import SyrkFn, with_config
+from dmuon_core.syrk.contract import ProductSpec, SyrkFn, with_config
 from dmuon_core.syrk.discovery import describe_error
 from dmuon_core.syrk.ladder import KernelChoice, Loaded, default_device, refusal_of
 from dmuon_core.syrk.verdicts import BMM, Verdict, operands_key, product_key
@@ -173,7 +173,7 @@ def _rank_whole(factors: Factors, backends: Sequence[Loaded]) -> list[Verdict]:
     for spec, _ in backends:
         if spec.product is not None:
             for label in spec.product.configs(factors.a, factors.b, factors.out()):
-                choices.append((spec.name, label, functools.partial(spec.product.load(), config=label)))
+                choices.append((spec.name, label, functools.partial(_loaded_then_called, spec.product, label)))
     for name, config, fn in choices:
         out = factors.out()
         product = functools.partial(fn, factors.a, factors.b, out=out)
@@ -181,6 +181,11 @@ def _rank_whole(factors: Factors, backends: Sequence[Loaded]) -> list[Verdict]:
         if graph is not None:
             runs[name, config] = graph
     return _ranked(runs, factors.flops)
+
+
+def _loaded_then_called(product: ProductSpec, config: str, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """A product that does not load is left out as one that does not run."""
+    return product.load()(a, b, out=out, config=config)
 
 
 def _bmm(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:

@@ -200,7 +200,19 @@ def use_verdicts(verdicts: Mapping[str, Any]) -> None:
 
 
 def _parse(page: Mapping[str, Any]) -> dict[str, Verdict]:
-    return {str(key): Verdict(**value) for key, value in page.items()}
+    return {str(key): _checked(Verdict(**value)) for key, value in page.items()}
+
+
+def _checked(verdict: Verdict) -> Verdict:
+    """Times are compared and names looked up in the middle of a step."""
+    right = (
+        isinstance(verdict.kernel, str)
+        and isinstance(verdict.config, (str, type(None)))
+        and isinstance(verdict.microseconds, (int, float, type(None)))
+    )
+    if not right:
+        raise TypeError(f"{verdict} has a value of another type")
+    return verdict
 
 
 def _file(name: str) -> Path | None:

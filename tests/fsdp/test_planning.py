@@ -320,8 +320,12 @@ def test_no_hook_goes_on_what_nobody_calls():
     assert moe == {"moe.experts.lists.up": "moe", "moe.experts.gate.weight": "moe.experts.gate"}
     bare = boundaries(Decoder(experts=nn.ParameterList([torch.zeros(4, 4)])))
     assert bare == {"experts.0": ""}
-    layers = boundaries(Decoder(layers=nn.ModuleList(parts() for _ in range(2))))
-    assert set(layers.values()) == {"layers.0", "layers.1"}, "a layer without a forward is driven by its children"
+    layers = Decoder(layers=nn.ModuleList(parts() for _ in range(2)))
+    gates = boundaries(layers, lambda name, p: "gate" in name)
+    assert set(gates.values()) == {"layers.0", "layers.1"}, "a layer without a forward is driven by its children"
+    # Its backward once came before anything that gathers, and found buffers without memory.
+    with pytest.raises(ValueError, match=r"'layers\.0\.lists\.up' is read from outside of its boundary 'layers\.0'"):
+        boundaries(layers)
 
 
 def test_ten_thousand_parameters_are_grouped_in_one_pass_a_pattern():

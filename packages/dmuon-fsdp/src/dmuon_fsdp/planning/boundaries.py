@@ -51,6 +51,18 @@ def without_forward(model: nn.Module) -> set[str]:
     return {canonical(name) for name, module in modules if type(module).forward is nn.Module.forward}
 
 
+def is_out_of_reach(name: str, boundary: str, silent: Collection[str]) -> bool:
+    """Whether no module of ``boundary`` that is called reads the parameter: then hooks do not see who reads it.
+
+    Args:
+        silent: modules without a forward. Of a model that is one itself nothing is said.
+    """
+    holder = name.rpartition(".")[0]
+    while holder != boundary and holder in silent:
+        holder = holder.rpartition(".")[0]
+    return holder == boundary != "" and boundary in silent
+
+
 def _lies_within(name: str, boundaries: set[str]) -> bool:
     """Whether the module is a boundary or a part of one."""
     return _innermost(f"{name}.parameter", boundaries, strict=True) is not None

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dmuon_fsdp.planning.boundaries import BoundaryPredicate, boundary_of, find_boundaries, without_forward
+from dmuon_fsdp.planning.boundaries import (
+    BoundaryPredicate,
+    boundary_of,
+    find_boundaries,
+    is_out_of_reach,
+    without_forward,
+)
 from dmuon_fsdp.planning.names import named_places
 from dmuon_fsdp.planning.plan import ParamSpec
 from dmuon_fsdp.planning.policy import ParamPolicy, Treatment, treat
@@ -80,6 +86,11 @@ def _spec(
         raise ValueError(
             f"no hook boundary for {first!r}: hook_boundary_predicate holds for none of the modules on its path, "
             f"{above}; make it hold for one of them, or pass hook_boundary_strict=False to take {'.'.join(path)!r}"
+        )
+    if any(is_out_of_reach(name, boundary, silent) for name in candidate.names):
+        raise ValueError(
+            f"{first!r} is read from outside of its boundary {boundary!r}, which has no forward of its own for hooks: "
+            f"give that a forward, put the parameter into a module that has one, or leave it out of the predicate"
         )
     parameter = candidate.parameter
     return ParamSpec(first, tuple(rest), tuple(parameter.shape), parameter.dtype, boundary, treatment)

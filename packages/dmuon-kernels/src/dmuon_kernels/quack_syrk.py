@@ -45,7 +45,9 @@ def quack_syrk(
         sms: not supported and ignored.
         config: instead of the configuration for this shape; or its label.
         exact: False leaves the squares on the diagonal as they come: D equals its transpose but for rounding, and all
-            of C counts. It saves a pass over them.
+            of C counts. It saves a pass over them. A product of two operands within fewer than two squares is mirrored
+            all the same: with most of D in one square, halves that drift apart in one product after the other cost
+            Newton-Schulz its accuracy.
 
     Raises:
         ValueError: operands outside the contract, or that ``quack_rejects`` names, or that ``config`` cannot take.
@@ -73,7 +75,8 @@ def quack_syrk(
         raise ValueError(f"syrk: {config.label} takes a and b with rows at multiples of 16 bytes only")
     with _on_device(a.device):
         _multiply(a_BMK, b_BMK, c_BMM, stored_BMM, alpha, beta, config)
-        if exact and (b is not None or c_BMM is not None):
+        drifts = b is not None and m < 2 * config.side
+        if drifts or (exact and (b is not None or c_BMM is not None)):
             _mirror_squares(stored_BMM, config.side)
     if stored_BMM.data_ptr() != d.data_ptr():
         d.copy_(stored_BMM.view(d.shape))

@@ -28,6 +28,20 @@ class MLP(nn.Module):
         return self.head(x)
 
 
+def train(model: nn.Module, optimizer: dmuon.Muon, device: str) -> None:
+    torch.manual_seed(1 + dist.get_rank())  # different data on each
+    for step in range(101):
+        x = torch.randn(256, 128, device=device)
+        loss = (model(x) - x[:, :8].sin().sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 and step % 20 == 0:
+            print(f"step {step:3d}  loss {loss.item():.4f}")
+    if dist.get_rank() == 0:
+        print(dmuon.get_ns_backend(optimizer))
+
+
 def main() -> None:
     if "RANK" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --nproc_per_node=2 examples/train_fsdp2.py")
@@ -45,17 +59,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model, lr=0.003, adamw_lr=1e-3)
 
-    torch.manual_seed(1 + dist.get_rank())  # different data on each
-    for step in range(101):
-        x = torch.randn(256, 128, device=device)
-        loss = (model(x) - x[:, :8].sin().sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0 and step % 20 == 0:
-            print(f"step {step:3d}  loss {loss.item():.4f}")
-    if dist.get_rank() == 0:
-        print(dmuon.get_ns_backend(optimizer))
+    train(model, optimizer, device)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from train_fsdp2 import MLP
+from train_fsdp2 import MLP, train
 
 import dmuon
 
@@ -43,17 +43,7 @@ def main() -> None:
     fully_shard(model, mesh=hsdp)
     optimizer = dmuon.Muon(model, lr=0.003, adamw_lr=1e-3)
 
-    torch.manual_seed(1 + dist.get_rank())  # different data on each
-    for step in range(101):
-        x = torch.randn(256, 128, device=device)
-        loss = (model(x) - x[:, :8].sin().sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0 and step % 20 == 0:
-            print(f"step {step:3d}  loss {loss.item():.4f}")
-    if dist.get_rank() == 0:
-        print(dmuon.get_ns_backend(optimizer))
+    train(model, optimizer, device)
     dist.destroy_process_group()
 
 

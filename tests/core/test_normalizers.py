@@ -9,6 +9,7 @@ from dmuon_core import notices
 from dmuon_core.normalize import normalize, normalize_into
 from dmuon_core.syrk import normalizers
 from dmuon_core.syrk.builtin import TORCH
+from dmuon_core.syrk.extras import CheckedExtras
 from dmuon_core.syrk.ladder import KernelChoice
 from dmuon_core.syrk.normalizers import normalizer_of
 from dmuon_core.testing import relative_error
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(normalizers, "_loaded", {})
+    monkeypatch.setattr(normalizers, "_extras", CheckedExtras())
 
 
 class Fused:

@@ -11,10 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dmuon_core import NewtonSchulz, export_verdicts, tune, use_verdicts
 from dmuon_core import env as environment
+from dmuon_core.normalize import normalize_into
 from dmuon_core.notices import warn_once
-from dmuon_core.syrk import ladder, loose, products, verdicts
+from dmuon_core.syrk import ladder, loose, normalizers, products, verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
 from dmuon_core.syrk.contract import API, ProductSpec, SyrkSpec, with_config
+from dmuon_core.syrk.extras import CheckedExtras
 from dmuon_core.syrk.ladder import KernelChoice, Loaded
 from dmuon_core.syrk.verdicts import Verdict, batch_class, operands_key
 
@@ -26,8 +28,9 @@ KEY = "float16 k · · 2x64x96"
 def _own_book(tmp_path, monkeypatch):
     monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(verdicts, "_book", verdicts._Book())
-    monkeypatch.setattr(products, "_checked", {})
-    monkeypatch.setattr(loose, "_checked", {})
+    monkeypatch.setattr(products, "_extras", CheckedExtras())
+    monkeypatch.setattr(loose, "_extras", CheckedExtras())
+    monkeypatch.setattr(normalizers, "_extras", CheckedExtras())
     warn_once.cache_clear()
 
 
@@ -434,7 +437,7 @@ def test_an_inexact_kernel_that_fails_leaves_the_exact_one(two, load, reason):
     (first, _), calls = two
     choice._ladders[CPU] = (Loaded(dataclasses.replace(first.spec, load_loose=load), first.fn),)
     r = torch.randn(2, 64, 64).half()
-    with pytest.warns(RuntimeWarning, match=f"kernel 'first' is always exact on cpu: .*{reason}") as given:
+    with pytest.warns(RuntimeWarning, match=f"inexact form of kernel 'first' is left out on cpu: .*{reason}") as given:
         found = [choice(r, r, exact=False) for _ in range(2)]
     assert all(torch.equal(each, torch_syrk(r, r)) for each in found)
     assert len(given) == 1
@@ -448,7 +451,8 @@ def test_nothing_is_checked_in_a_capture(monkeypatch, two):
     unasked = ProductSpec(lambda: pytest.fail("loaded"), lambda a, b, out: ())
     options = {"dtype": torch.float16, "columns": (False, False), "device": device}
     assert products.checked_product("second", unasked, "tile-1", **options) is None
-    spec = dataclasses.replace(two[0][0].spec, load_loose=lambda: pytest.fail("loaded"))
+    untried = {"load_loose": lambda: pytest.fail("loaded"), "normalize": lambda: pytest.fail("loaded")}
+    spec = dataclasses.replace(two[0][0].spec, **untried)
     assert loose.loose_kernel(spec, device) is None
-    assert not products._checked
-    assert not loose._checked
+    assert normalizers.normalizer_of([spec], device) is normalize_into
+    assert not any(map(len, (products._extras, loose._extras, normalizers._extras)))

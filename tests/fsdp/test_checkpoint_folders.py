@@ -469,3 +469,13 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(ranks, tmp_pat
         run_ranks(2, die_while_saving, folder)
     assert Path(f"{folder}.new").exists()
     assert ranks(2, load_the_last, folder)[0] == ["run", "run.want"]
+
+
+@pytest.mark.parametrize("call", [dmuon.save_checkpoint, dmuon.load_checkpoint])
+def test_arguments_in_the_order_of_torch_save_are_named(call):
+    """They ended in "'str' object has no attribute 'modules'"."""
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters())
+    for arguments in (("folder", model, optimizer), (model, "folder", optimizer)):
+        with pytest.raises(ValueError, match=f"dmuon.{call.__name__}.model, optimizer, folder. takes the model first"):
+            call(*arguments)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from dmuon_core.normalize import normalize_into
-from dmuon_core.notices import warn_once
 from dmuon_core.syrk.contract import NormalizeFn, SyrkSpec
-from dmuon_core.syrk.discovery import describe_error
+from dmuon_core.syrk.extras import CheckedExtras
 
-_loaded: dict[tuple[SyrkSpec, str], NormalizeFn | None] = {}
-_loading = threading.Lock()
+_extras: CheckedExtras[NormalizeFn] = CheckedExtras()
 
 
 def normalizer_of(specs: Iterable[SyrkSpec], device: torch.device) -> NormalizeFn:
@@ -37,18 +34,8 @@ def _with_fp64(fused: NormalizeFn) -> NormalizeFn:
 def _load_checked(spec: SyrkSpec, device: torch.device) -> NormalizeFn | None:
     if spec.normalize is None:
         return None
-    key = (spec, str(device))
-    with _loading:
-        if key not in _loaded:
-            try:
-                fused = spec.normalize()
-                complaint = _complaint(fused, device)
-            except Exception as error:
-                complaint = f"it failed: {describe_error(error)}"
-            if complaint is not None:
-                warn_once(f"dmuon: the fused norm and cast of {spec.name!r} is left out on {device}: {complaint}")
-            _loaded[key] = None if complaint else fused
-        return _loaded[key]
+    warning = f"the fused norm and cast of {spec.name!r} is left out on {device}"
+    return _extras.get(spec, device, spec.normalize, lambda fused: _complaint(fused, device), warning=warning)
 
 
 def _complaint(fused: NormalizeFn, device: torch.device) -> str | None:

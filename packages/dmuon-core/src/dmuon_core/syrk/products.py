@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from dmuon_core.notices import warn_once
 from dmuon_core.syrk.contract import ProductSpec
-from dmuon_core.syrk.discovery import describe_error
+from dmuon_core.syrk.extras import CheckedExtras
 
-_checked: dict[tuple[ProductSpec, str, torch.dtype, tuple[bool, bool], str], Callable[..., Tensor] | None] = {}
-_checking = threading.Lock()
+_extras: CheckedExtras[Callable[..., Tensor]] = CheckedExtras()
 
 
 def checked_product(
@@ -32,25 +29,13 @@ def checked_product(
         name: the backend's, for the warning.
         columns: whether B is column-major, and whether the result is. Each layout may be another kernel.
     """
-    key = (product, config, dtype, columns, str(device))
-    with _checking:
-        if key not in _checked and is_capturing(device):
-            return None
-        if key not in _checked:
-            try:
-                fn = functools.partial(product.load(), config=config)
-                complaint = _complaint(fn, dtype, columns, device)
-            except Exception as error:
-                complaint = f"it failed: {describe_error(error)}"
-            if complaint is not None:
-                warn_once(f"dmuon: the product of {name!r} in {config} is left out on {device}: {complaint}")
-            _checked[key] = None if complaint else fn
-        return _checked[key]
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a check would end a capture, since it reads its result. What was not checked before must wait then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _extras.get(
+        (product, config, dtype, columns),
+        device,
+        lambda: functools.partial(product.load(), config=config),
+        lambda fn: _complaint(fn, dtype, columns, device),
+        warning=f"the product of {name!r} in {config} is left out on {device}",
+    )
 
 
 def _complaint(

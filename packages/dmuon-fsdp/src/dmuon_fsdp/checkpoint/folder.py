@@ -54,7 +54,9 @@ def save_checkpoint(
     Raises:
         RuntimeError: some ranks did not make this call; they are named.
         OSError: a rank could not write; ``folder`` is as it was.
+        ValueError: the arguments are in another order.
     """
+    _check_arguments("save_checkpoint", model, optimizer)
     meet(model, "dmuon.save_checkpoint(model, ...)")
     folder = Path(folder)
     new = _beside(folder, "new")
@@ -90,9 +92,10 @@ def load_checkpoint(
         FileNotFoundError: there is no complete checkpoint in ``folder``.
         KeyError: names that the checkpoint lacks, or has and nobody asks for; all of them.
         ValueError: other shapes; a file that is damaged, with the name of the tensor; parameters of the optimizer that
-            are not the model's.
+            are not the model's; the arguments are in another order.
         RuntimeError: some ranks did not make this call; they are named.
     """
+    _check_arguments("load_checkpoint", model, optimizer)
     meet(model, "dmuon.load_checkpoint(model, ...)", writing=True)
     contents = all_or_none(lambda: Contents.of(_complete(Path(folder))), _world())
     all_or_none(lambda: _on_first(contents.check_files), _world())
@@ -109,6 +112,15 @@ def load_checkpoint(
         _put_state(model, optimizer, contents, got)
     _put_model(model, targets, contents, prefix, got)
     return _unpacked(got.get(_EXTRA))
+
+
+def _check_arguments(call: str, model: object, optimizer: object) -> None:
+    """torch.save and torch.load take the file first or second; here that would end in an error about something else."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
+        raise ValueError(
+            f"dmuon.{call}(model, optimizer, folder) takes the model first, then its optimizer or None, then the "
+            f"folder; got {type(model).__name__}, {type(optimizer).__name__}"
+        )
 
 
 def _check_model(model: nn.Module, contents: Contents, *, strict: bool) -> str:

@@ -83,12 +83,17 @@ def is_projection(name: str, parameter: nn.Parameter) -> bool:
     return "blocks." in name and parameter.ndim == 2
 
 
+def device_type() -> str:
+    """Where this process group's tensors are: beside NCCL on GPUs."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def world_mesh(replicas: int = 1) -> DeviceMesh:
     """All ranks in a row, or for HSDP as (replicas, shards)."""
     world_size = dist.get_world_size()
     if replicas == 1:
-        return init_device_mesh("cpu", (world_size,))
-    return init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device_type(), (world_size,))
+    return init_device_mesh(device_type(), (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def wrap(
@@ -150,13 +155,14 @@ class Twins:
     def optimizers(self, *, weight_decay: float = 0.0, lr: float = 0.02) -> None:
         in_fp32 = dmuon.NewtonSchulz(dtype=torch.float32)
         self.optimizer = dmuon.Muon(self.model, lr=lr, weight_decay=weight_decay, ns_backend=in_fp32)
-        self.reference_optimizer = ReferenceMuon(self.reference_groups(lr, weight_decay), ns_backend=in_fp32)
+        groups = self.reference_groups(self.reference, lr, weight_decay)
+        self.reference_optimizer = ReferenceMuon(groups, ns_backend=in_fp32)
 
-    def reference_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    def reference_groups(self, reference: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """The single process's groups: by view what Muon steps, the rest together."""
         views = {m.fqn: str(m.view) for m in dmuon.dedicated_params(self.model) if m.route == "muon"}
         by_view: dict[str | None, list[nn.Parameter]] = {}
-        for name, parameter in self.reference.named_parameters():
+        for name, parameter in reference.named_parameters():
             by_view.setdefault(views.get(name), []).append(parameter)
         adamw = {"params": by_view.pop(None, []), "algorithm": "adamw", "lr": 1e-3, "weight_decay": 0.01}
         muon = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}

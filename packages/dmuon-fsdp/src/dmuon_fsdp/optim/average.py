@@ -75,7 +75,11 @@ class Average:
             return
         device = parameters[0].device
         grads = [parameter.grad for parameter in parameters]
-        present = torch.tensor([float(grad is not None) for grad in grads], device=device)
+        # Filled on the device: a copy of the host's numbers would make the host wait.
+        present = torch.ones(len(grads), device=device)
+        for index, grad in enumerate(grads):
+            if grad is None:
+                present[index].zero_()
         parts = [
             torch.zeros(parameter.numel(), device=device) if grad is None else grad.flatten().float()
             for parameter, grad in zip(parameters, grads, strict=True)

@@ -6,10 +6,11 @@
 Checks every kernel against fp32 first, then times CUDA graphs of launches in turn, and prints the medians as Markdown.
 With --out it also writes ``syrk.json``. A kernel that does not run here has a dash.
 
-The products: ``gram`` X Xᵀ, ``polynomial`` b R + c R², ``product`` of two polynomials of R, ``apply`` Q X. ``bmm`` is
-cuBLAS over both halves (with ``polynomial``, after a copy of R); the other columns are each kernel in its fastest
-configuration, ``auto`` is what Newton-Schulz would take, and ``auto / best`` compares it with the fastest of all.
-``real`` operands are those of a Newton-Schulz iteration on a Gaussian matrix after its restart.
+The products: ``gram`` X Xᵀ, ``polynomial`` b R + c R², ``product`` W R of a polynomial with R, ``factor`` Q W of two
+polynomials, ``apply`` Q X. ``bmm`` is cuBLAS over both halves (with ``polynomial``, after a copy of R); the other
+columns are each kernel in its fastest configuration, ``auto`` is what Newton-Schulz would take, and ``auto / best``
+compares it with the fastest of all. ``real`` operands are those of a Newton-Schulz iteration on a Gaussian matrix after
+its last restart, ``randn`` those of the same steps on the matrix itself.
 
 Legend: B matrices, M rows, K columns. TFLOP/s are effective: those of a whole product over the time.
 """
@@ -28,8 +29,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmuon_core.coefficients import POLAR_EXPRESS
-from dmuon_core.iteration import FreshArithmetic
+from dmuon_core import NewtonSchulz
+from dmuon_core.coefficients import Triple
+from dmuon_core.iteration import FreshArithmetic, iterate
 from dmuon_core.syrk.builtin import full_precision_reduction, torch_syrk
 from dmuon_core.syrk.contract import with_config
 from dmuon_core.syrk.ladder import KernelChoice, Loaded, refusal_of
@@ -41,7 +43,6 @@ SHAPES = [
 ]  # fmt: skip
 SECONDS = 2e-3
 """About as much device time as one replay takes."""
-_, SECOND, _, _, _ = POLAR_EXPRESS.triples
 Run = Callable[[], Tensor]
 
 
@@ -69,28 +70,41 @@ def products(
     batch, m, k = shape
     x = (torch.randn(batch, m, k, device=device) / (m * k) ** 0.5).to(dtype)
     arithmetic = FreshArithmetic(torch_syrk)
-    r = arithmetic.gram((x,))
+    *earlier, segment = NewtonSchulz(dtype=dtype).schedule().segments
     if data == "real":
-        w = arithmetic.polynomial(r, POLAR_EXPRESS.triples[0])
-        x = arithmetic.apply(w, (x,))[0]
-        r = arithmetic.gram((x,))
-    w = arithmetic.polynomial(r, SECOND)
+        (x,) = iterate("gram", (x,), earlier, arithmetic)
+    r = arithmetic.gram((x,))
+    w = arithmetic.polynomial(r, segment[0])
+    next_r = arithmetic.symmetric(arithmetic.whole(w, r), w)
+    next_w = arithmetic.polynomial(next_r, segment[1])
     yield symmetric("gram", x, None, None, choice, exact)
     if k == m:
-        yield symmetric("polynomial", r, None, r, choice, exact)
+        yield symmetric("polynomial", r, None, r, choice, exact, triple=segment[0])
         yield symmetric("product", w, r, None, choice, exact)
-    yield whole("apply", w, x, choice)
+        yield symmetric("factor", w, next_w, None, choice, exact)
+    yield whole("apply", arithmetic.symmetric(w, next_w), x, choice)
 
 
-def symmetric(kind: str, a: Tensor, b: Tensor | None, c: Tensor | None, choice: KernelChoice, exact: bool) -> Product:
+def symmetric(
+    kind: str,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
+    choice: KernelChoice,
+    exact: bool,
+    *,
+    triple: Triple = (0.0, 0.0, 1.0),
+) -> Product:
+    """``c A Bᵀ + b C``, b and c of ``triple``."""
+    _, beta, alpha = triple
     out = a.new_empty((*a.shape[:-1], a.shape[1]))
-    options = {"out": out} if c is None else {"beta": SECOND[1], "alpha": SECOND[2], "out": out}
+    options = {"out": out} if c is None else {"beta": beta, "alpha": alpha, "out": out}
     right = (a if b is None else b).mT
     runs: dict[str, Run] = {}
     if c is None:
         runs["bmm"] = lambda: torch.bmm(a, right, out=out)
     else:
-        runs["bmm"] = lambda: torch.baddbmm(c, a, right, beta=SECOND[1], alpha=SECOND[2], out=out)
+        runs["bmm"] = lambda: torch.baddbmm(c, a, right, beta=beta, alpha=alpha, out=out)
     for spec, fn in choice.ladder(a.device, exact=exact):
         if spec.name != "torch" and refusal_of(spec, a, b, c) is None:
             for config in [None, *spec.configs(a, b, c)]:
@@ -102,9 +116,9 @@ def symmetric(kind: str, a: Tensor, b: Tensor | None, c: Tensor | None, choice: 
     else:
         runs["auto"] = functools.partial(choice, a, b, c, exact=exact, **options)
         label = _label(chosen)
-    want = (SECOND[2] if c is not None else 1.0) * (a[0].float() @ right[0].float())
+    want = alpha * (a[0].float() @ right[0].float())
     if c is not None:
-        want += SECOND[1] * c[0].float()
+        want += beta * c[0].float()
     return Product(kind, *a.shape[:2], a.shape[2], want, runs, label)
 
 

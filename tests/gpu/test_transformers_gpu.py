@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 # Two ranks' sum is rounded to bf16, which one process that adds in fp32 does not do: by 2^-9 of an entry, and by as
-# much again where the collective divides first.
-GRADIENT_TOLERANCE = 2**-8
+# much again where the collective divides first. As much for kernels that add in any order.
+GRADIENT_TOLERANCE = 2**-7
 # Newton-Schulz brings what rounding left in the small singular values up to the size of all others, so two runs part
 # from the first step on, as far as bf16 is from fp32 each: √2 of that where they round independently, √3 with the
 # rounding of the reduction, which one process does not have. The largest of twenty losses wants some room.
@@ -103,7 +103,7 @@ def _check_losses(losses):
 def _check_weights(names, found, rounded, exact, start):
     apart, own, moved = (_distance(names, *pair) for pair in ((found, rounded), (rounded, exact), (exact, start)))
     assert apart <= APART * own, f"{apart:.2e} apart, bf16 alone is {own:.2e} from fp32"
-    assert own <= 0.25 * moved, f"bf16 is {own:.2e} from fp32 after a way of {moved:.2e}: this compares nothing"
+    assert APART * own <= moved, f"bf16 is {own:.2e} from fp32 after a way of {moved:.2e}: this compares nothing"
 
 
 def _distance(names, one, other):

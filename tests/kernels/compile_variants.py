@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from dmuon_kernels.normalize import _PARTS, _TILES
+from dmuon_kernels.normalize import _TILES, PARTS
 from dmuon_kernels.normalize_kernel import scale_kernel, squares_kernel
 from dmuon_kernels.tma_kernel import syrk_tma_kernel
 from dmuon_kernels.triton_config import CONFIGS, TmaConfig, TritonConfig, parse_config
 from dmuon_kernels.triton_kernel import syrk_kernel
+from dmuon_kernels.update_kernel import apply_kernel, direction_kernel, momentum_kernel
 
 TINY, SMALL, LARGE, UNALIGNED = CONFIGS.values()
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -166,20 +168,53 @@ NORMALIZE_BUILDS = [
 
 def measure_normalizing(dtype: str, tile: tuple[int, int], by_column: bool, capability: int) -> list[dict[str, object]]:
     """Both passes, for matrices whose sizes and strides are multiples of 16."""
-    found = []
-    for kernel in (squares_kernel, scale_kernel):
-        names = kernel.arg_names
-        constants = {"ROWS": tile[0], "COLUMNS": tile[1], "PARTS": _PARTS, "x_sr" if by_column else "x_sc": 1}
-        constants = {name: value for name, value in constants.items() if name in names}
-        types = {"x": f"*{dtype}", "out": "*fp16", "sums": "*fp32", "exponents": "*i32"}
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-        loose = {*constants, "parts", "programs"}
-        attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in loose}
-        source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-        vectors = len(re.findall(r"ld\.global\.(?:\w+\.)*v4", compiled.asm["ptx"]))
-        found.append({"resources": resources(compiled.asm["cubin"]), "vectors": vectors, "capability": capability})
-    return found
+    types = {"x": f"*{dtype}", "out": "*fp16", "sums": "*fp32", "exponents": "*i32"}
+    constants = {"ROWS": tile[0], "COLUMNS": tile[1], "PARTS": PARTS, "x_sr" if by_column else "x_sc": 1}
+    return [compiled_pass(kernel, constants, types, capability) for kernel in (squares_kernel, scale_kernel)]
+
+
+UPDATE_BUILDS = [(dtype, tile) for dtype in ("bf16", "fp32") for tile in _TILES]
+"""Dtype of the gradient and of the copy, and a tile."""
+
+
+def measure_updating(dtype: str, tile: tuple[int, int], capability: int) -> list[dict[str, object]]:
+    """The three passes, for addresses, sizes and strides that are multiples of 16."""
+    other = tl.bfloat16 if dtype == "bf16" else tl.float32
+    constants = {
+        "GRAD": other,
+        "BUFFER": tl.float32,
+        "OUT": tl.float16,
+        "PRESENCE": tl.float32,
+        "NESTEROV": True,
+        "WEIGHT": tl.float32,
+        "FACTOR": tl.float16,
+        "COPY": other,
+        "READS_LR": True,
+        "ALIGNED": True,
+        "ROWS": tile[0],
+        "COLUMNS": tile[1],
+        "PARTS": PARTS,
+        **dict.fromkeys(("g_sc", "b_sc", "w_sc", "f_sc", "c_sc"), 1),
+    }
+    types = {"table": "*i64", "sums": "*fp32", "exponents": "*i32", "lr": "*fp32"}
+    types |= dict.fromkeys(("momentum", "rest", "rate", "weight_decay", "scale"), "fp32")
+    return [
+        compiled_pass(kernel, constants, types, capability)
+        for kernel in (momentum_kernel, direction_kernel, apply_kernel)
+    ]
+
+
+def compiled_pass(kernel: object, constants: dict, types: dict[str, str], capability: int) -> dict[str, object]:
+    """Resources and wide loads of a kernel whose integers and pointers are multiples of 16, but counts of programs."""
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    loose = {*constants, "parts", "programs", *(name for name, kind in types.items() if kind == "fp32")}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in loose}
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    vectors = len(re.findall(r"ld\.global\.(?:\w+\.)*v4", compiled.asm["ptx"]))
+    return {"resources": resources(compiled.asm["cubin"]), "vectors": vectors, "capability": capability}
 
 
 def measure(variant: Variant | TmaVariant, capability: int) -> dict[str, object]:
@@ -213,4 +248,6 @@ if __name__ == "__main__":
     products = [measure(variant, capability) for variant, capability in builds]
     passes = [found for build in NORMALIZE_BUILDS for found in measure_normalizing(*build, 90)]
     passes += measure_normalizing("fp32", _TILES[0], False, 80)
+    passes += [found for build in UPDATE_BUILDS for found in measure_updating(*build, 90)]
+    passes += measure_updating("bf16", _TILES[0], 80)
     json.dump({"products": products, "passes": passes}, sys.stdout)

@@ -73,7 +73,7 @@ def test_bits_depend_on_no_batch(monkeypatch):
     whole, alone, few = padded_like(x), padded_like(x[:1]), padded_like(x)
     triton_normalize_into([x], [whole])
     triton_normalize_into([x[3:4]], [alone])
-    monkeypatch.setattr(module, "_PROGRAMS", 1)
+    monkeypatch.setattr(module, "PROGRAMS", 1)
     triton_normalize_into([x], [few])
     assert torch.equal(whole[3], alone[0])
     assert torch.equal(whole, few)
@@ -81,7 +81,7 @@ def test_bits_depend_on_no_batch(monkeypatch):
 
 def test_more_tiles_than_parts(monkeypatch):
     """A part then takes several tiles, whose scales differ."""
-    monkeypatch.setattr(module, "_PARTS", 4)
+    monkeypatch.setattr(module, "PARTS", 4)
     x = gaussian(2, 60, 1030)
     x[0, 40:] *= 2.0**70
     x[1, :30] *= 2.0**-70

@@ -34,7 +34,9 @@ from dmuon_core.env import read_settings
 from dmuon_core.iteration import HALVES, Backend, FreshArithmetic, iterate, iterate_wide
 from dmuon_core.normalize import normalize
 from dmuon_core.restarts import as_restarts, check_restarts, derive_restarts
+from dmuon_core.syrk.contract import UpdateFns
 from dmuon_core.syrk.ladder import KernelChoice, computes
+from dmuon_core.workspace import Write
 
 __all__ = [
     "Backend",
@@ -206,13 +208,25 @@ class NewtonSchulz:
             self._batches[key] = [_renumbered(b, on_gpu) for b in merged] + [_renumbered(b, others) for b in equal]
         return self._batches[key]
 
+    def update_fns(self, device: torch.device) -> UpdateFns | None:
+        """An update's fused passes around :meth:`factors`, where a backend brings some for ``device``."""
+        if not self._has_workspace(device):
+            return None
+        # They read addresses that the host sends, which a user's graph would not send again.
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return None if captured else self.kernel.update(device)
+
     @contextlib.contextmanager
-    def factors(self, matrices: Sequence[Tensor], schedule: Schedule) -> Iterator[list[Tensor]]:
+    def factors(
+        self, matrices: Sequence[Tensor], schedule: Schedule, *, write: Write | None = None
+    ) -> Iterator[list[Tensor]]:
         """The orthogonal factors of one of :meth:`batches`, in ``self.dtype``, to be read inside the context only.
 
         Args:
             matrices: stacks ``[count, m, n]``, m ≤ n, of any strides.
             schedule: of :meth:`schedule`.
+            write: writes what is to be orthogonalized, normalized, in place of ``matrices``, which then only say how it
+                is shaped and laid out; on devices with :meth:`update_fns`.
         """
         device = matrices[0].device
         if self._has_workspace(device):
@@ -225,9 +239,11 @@ class NewtonSchulz:
                 dtype=self.dtype,
                 kernel=self.kernel,
                 graphs=self._graphs,
+                write=write,
             ) as factors:
                 yield factors
         else:
+            assert write is None, "only a workspace has memory to write to"
             stacked = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
             yield list(torch.split(self._fresh(stacked, schedule), [len(x) for x in matrices]))
 

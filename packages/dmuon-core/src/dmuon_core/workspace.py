@@ -31,6 +31,9 @@ from dmuon_core.syrk.ladder import KernelChoice
 
 _log = logging.getLogger("dmuon.newton_schulz")
 
+Write = Callable[[Sequence[Tensor]], None]
+"""Fills the inputs of a plan, padded stacks in the order of its matrices, with normalized matrices and zeros."""
+
 GRAPH_CAP = 256 * 2**20
 """Bytes that capturing one plan may add to the memory of graphs. The buffers are outside; cuBLAS takes 32 MiB once."""
 
@@ -191,10 +194,13 @@ class Plan:
         self._launches: Counter[str] = Counter()
         self._results: Sequence[Tensor] = ()
 
-    def run(self, matrices: Sequence[Tensor], slots: Sequence[Slot]) -> list[Tensor]:
+    def run(self, matrices: Sequence[Tensor], slots: Sequence[Slot], write: Write | None) -> list[Tensor]:
         """The factor of every stack of ``matrices``, in the plan's memory: to be read before the arena's next run."""
-        padded_inputs = self._buffers.inputs
-        self._normalize(matrices, [padded_inputs[slot.part][slot.start : slot.stop] for slot in slots])
+        inputs = [self._buffers.inputs[slot.part][slot.start : slot.stop] for slot in slots]
+        if write is None:
+            self._normalize(matrices, inputs)
+        else:
+            write(inputs)
         if self._graph is None and self._capture is not None and self._results:
             self._try_capture(self._capture)
         if self._graph is None:
@@ -325,6 +331,7 @@ def factors(
     dtype: torch.dtype,
     kernel: KernelChoice,
     graphs: bool,
+    write: Write | None = None,
 ) -> Iterator[list[Tensor]]:
     """The orthogonal factors of stacks ``[B, m, n]`` with one m ≤ n, in memory that is theirs inside the context only.
 
@@ -334,6 +341,7 @@ def factors(
         dtype: of X, R and Q: float16 or bfloat16.
         kernel: of the symmetric products.
         graphs: whether to replay CUDA graphs.
+        write: fills the inputs; None normalizes ``matrices`` into them.
     """
     device = matrices[0].device
     parts, slots = arrange(matrices)
@@ -342,8 +350,8 @@ def factors(
     with on_device:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # What the user captures must own its memory.
-            yield Arena(device).plan(recipe, kernel, graphs=False).run(matrices, slots)
+            yield Arena(device).plan(recipe, kernel, graphs=False).run(matrices, slots, write)
             return
         arena = _arena(device)
         with arena.lock:
-            yield arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda").run(matrices, slots)
+            yield arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda").run(matrices, slots, write)

@@ -17,10 +17,15 @@ _TILES = ((8, 1024), (64, 128))
 """Rows and columns of a tile, for matrices with many columns and with few. 64 entries a thread of four warps."""
 
 _MANY_COLUMNS = 512
-_PARTS = 1024
+PARTS = 1024
 """Sums at most that every program of the second pass adds."""
-_PROGRAMS = 2048
+PROGRAMS = 2048
 """Programs of the second pass at most, over a batch: about four for every one that runs at once on an H200."""
+
+
+def tile_of(columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile of matrices with so many columns."""
+    return _TILES[columns < _MANY_COLUMNS]
 
 
 def triton_normalize_into(matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -45,19 +50,19 @@ def triton_normalize_into(matrices: Sequence[Tensor], outs: Sequence[Tensor]) ->
 
 def _normalize_rows(x_BMN: Tensor, out_BMN: Tensor) -> None:
     batch, rows, columns = x_BMN.shape
-    tile_rows, tile_columns = _TILES[columns < _MANY_COLUMNS]
+    tile_rows, tile_columns = tile_of(columns)
     tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
     # Of the shape alone: how the sum is cut decides its bits.
-    parts = min(tiles, _PARTS)
+    parts = min(tiles, PARTS)
     sums_BP = torch.empty(batch, parts, dtype=torch.float32, device=x_BMN.device)
     exponents_BP = torch.empty(batch, parts, dtype=torch.int32, device=x_BMN.device)
     squares_kernel[(batch * parts,)](
         x_BMN, sums_BP, exponents_BP, rows, columns, parts, *x_BMN.stride(),
         ROWS=tile_rows, COLUMNS=tile_columns, num_warps=4,
     )  # fmt: skip
-    programs = min(tiles, max(1, _PROGRAMS // batch))
+    programs = min(tiles, max(1, PROGRAMS // batch))
     scale_kernel[(batch * programs,)](
         x_BMN, out_BMN, sums_BP, exponents_BP, rows, columns, *out_BMN.shape[1:], parts, programs,
         *x_BMN.stride(), *out_BMN.stride()[:2],
-        PARTS=_PARTS, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=4,
+        PARTS=PARTS, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=4,
     )  # fmt: skip

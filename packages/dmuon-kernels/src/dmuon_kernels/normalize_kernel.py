@@ -46,6 +46,21 @@ def place_of(tile, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return r_R[:, None].to(tl.int64), c_C[None, :].to(tl.int64)
 
 
+@triton.jit
+def scale_of(sums, exponents, parts, PARTS: tl.constexpr):
+    """Two factors, a power of two and a number near 1, that divide a matrix by the norm that its parts add up to.
+
+    All of a matrix with a nan or an inf becomes nan; zeros stay zeros.
+    """
+    p_P = tl.arange(0, PARTS)
+    exponent_P = tl.load(exponents + p_P, mask=p_P < parts, other=-_LARGEST)
+    sum_P = tl.load(sums + p_P, mask=p_P < parts, other=0.0)
+    exponent = tl.max(exponent_P)
+    total = tl.sum(shrunk(sum_P, exponent_P, exponent))
+    inverse = tl.where(total < float("inf"), 1.0 / tl.sqrt_rn(tl.where(total == 0.0, 1.0, total)), float("nan"))
+    return power_of_two(-exponent), inverse
+
+
 @triton.jit(do_not_specialize=["parts"])
 def squares_kernel(
     x,  # [B, rows, columns]
@@ -103,14 +118,7 @@ def scale_kernel(
     # From the end: what the first pass read last may still be in the L2 cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     item, first = (program // programs).to(tl.int64), programs - 1 - program % programs
-    p_P = tl.arange(0, PARTS)
-    exponent_P = tl.load(exponents + item * parts + p_P, mask=p_P < parts, other=-_LARGEST)
-    sum_P = tl.load(sums + item * parts + p_P, mask=p_P < parts, other=0.0)
-    exponent = tl.max(exponent_P)
-    total = tl.sum(shrunk(sum_P, exponent_P, exponent))
-    # All of a matrix with a nan or an inf becomes nan; zeros stay zeros.
-    inverse = tl.where(total < float("inf"), 1.0 / tl.sqrt_rn(tl.where(total == 0.0, 1.0, total)), float("nan"))
-    scale = power_of_two(-exponent)
+    scale, inverse = scale_of(sums + item * parts, exponents + item * parts, parts, PARTS)
     x += item * x_sb
     out += item * out_sb
     tiles = tl.cdiv(out_rows, ROWS) * tl.cdiv(out_columns, COLUMNS)

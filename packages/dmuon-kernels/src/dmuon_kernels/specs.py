@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmuon_core.normalize import normalize_into
-from dmuon_core.syrk.contract import NormalizeFn, ProductFn, ProductSpec, SyrkFn, SyrkSpec
+from dmuon_core.syrk.contract import NormalizeFn, ProductFn, ProductSpec, SyrkFn, SyrkSpec, UpdateFns
 from dmuon_kernels import routes
 from dmuon_kernels.probes import (
     SM90,
@@ -65,6 +65,15 @@ def _load_normalize() -> NormalizeFn:
     return triton_normalize_into
 
 
+def _load_update() -> UpdateFns | None:
+    if routes.lasting_compiler_complaint() is not None:
+        # It does not ship compiled.
+        return None
+    from dmuon_kernels.update import TRITON_UPDATE
+
+    return TRITON_UPDATE
+
+
 def quack_configs(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[str, ...]:
     """The labels of quack's configurations that are worth timing for these operands."""
     capability = torch.cuda.get_device_capability(a.device)
@@ -102,6 +111,7 @@ QUACK = SyrkSpec(
     quack_rejects,
     quack_configs,
     normalize=_load_normalize,
+    update=_load_update,
     load_loose=_load_loose_quack,
     product=ProductSpec(_load_quack_product, quack_product_configs),
 )
@@ -116,5 +126,6 @@ TRITON = SyrkSpec(
     routes.rejects,
     triton_configs,
     normalize=_load_normalize,
+    update=_load_update,
     notes=routes.describe,
 )

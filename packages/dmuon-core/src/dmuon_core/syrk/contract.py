@@ -57,6 +57,60 @@ class NormalizeFn(Protocol):
     def __call__(self, matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None: ...
 
 
+class DirectFn(Protocol):
+    """Momentum in place, then the direction normalized and cast: ``momentum_`` followed by ``normalize_into``.
+
+    Args:
+        grads, buffers: stacks ``[B, M, N]`` of any strides; float32, float16 or bfloat16.
+        outs: as in ``normalize_into``; float16 or bfloat16.
+        presence: for each stack None or a 0-dim tensor: 0 leaves its buffer bitwise as it is.
+    """
+
+    def __call__(
+        self,
+        grads: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        *,
+        momentum: float,
+        nesterov: bool,
+        presence: Sequence[Tensor | None],
+    ) -> None: ...
+
+
+class ApplyFn(Protocol):
+    """W ← W·(1 − lr·weight_decay) − lr·scale·factor, in place, and the new W once more, rounded, in its copy.
+
+    Args:
+        weights: stacks ``[B, M, N]`` of any strides; float32, float16 or bfloat16.
+        factors: same shapes, any strides; float16 or bfloat16.
+        copies: for each stack None or a tensor of its shape; float32, float16 or bfloat16.
+        lr: number or one-element tensor; never read by the host where it is on the device.
+        scales: one for each stack.
+        presence: as in :class:`DirectFn`; 0 leaves the weight bitwise as it is. The copy is written either way.
+    """
+
+    def __call__(
+        self,
+        weights: Sequence[Tensor],
+        factors: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+        *,
+        lr: Scalar,
+        weight_decay: float,
+        scales: Sequence[float],
+        presence: Sequence[Tensor | None],
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class UpdateFns:
+    """The passes of an update over memory, each fused: what comes before Newton-Schulz, and what comes after it."""
+
+    direct: DirectFn
+    apply: ApplyFn
+
+
 class ProductFn(Protocol):
     """A B, every entry computed: a [B, M, K], b [B, K, N], out [B, M, N], accumulated in fp32 and rounded once."""
 
@@ -115,6 +169,8 @@ class SyrkSpec:
             backend expects on ``device``, None where it has no model. Orders the backends for shapes nobody measured.
         normalize: returns a fused norm and cast that runs where the backend does; may import what it needs and may
             raise anything. None where the backend brings none.
+        update: returns an update's fused passes, or None where the backend cannot bring them now; may import what it
+            needs and may raise anything.
         notes: ``notes(device)`` says how it runs on a device where its probe found nothing against it, for people.
         load_loose: returns the kernel without what only makes D equal its transpose bitwise: the two halves may differ
             by a rounding, and all of C counts. None where that saves nothing.
@@ -131,6 +187,7 @@ class SyrkSpec:
     configs: Callable[[Tensor, Tensor | None, Tensor | None], Sequence[str]] = one_config
     predict: Callable[[int, int, int, torch.device], float | None] = no_prediction
     normalize: Callable[[], NormalizeFn] | None = None
+    update: Callable[[], UpdateFns | None] | None = None
     notes: Callable[[torch.device], str] = no_notes
     load_loose: Callable[[], SyrkFn] | None = None
     product: ProductSpec | None = None

@@ -19,11 +19,12 @@ from dmuon_core.env import NS_KERNEL, read_settings
 from dmuon_core.notices import warn_once
 from dmuon_core.syrk import verdicts
 from dmuon_core.syrk.builtin import TORCH, torch_syrk
-from dmuon_core.syrk.contract import NormalizeFn, Scalar, SyrkFn, SyrkSpec, with_config
+from dmuon_core.syrk.contract import NormalizeFn, Scalar, SyrkFn, SyrkSpec, UpdateFns, with_config
 from dmuon_core.syrk.discovery import Found, describe_error, discover
 from dmuon_core.syrk.loose import loose_kernel
 from dmuon_core.syrk.normalizers import normalizer_of
 from dmuon_core.syrk.products import checked_product
+from dmuon_core.syrk.updates import update_of
 
 LAST_RESORT = "torch"
 _FALLBACK = "cublas"
@@ -243,6 +244,10 @@ class KernelChoice:
     def normalizer(self, device: torch.device) -> NormalizeFn:
         """The norm and cast for ``device``: a fused one that a backend of the ladder brings, else core's own."""
         return normalizer_of((each.spec for each in self.ladder(device)), device)
+
+    def update(self, device: torch.device) -> UpdateFns | None:
+        """An update's fused passes for ``device``, where a backend of the ladder brings some."""
+        return update_of((each.spec for each in self.ladder(device)), device)
 
     def __getstate__(self) -> dict[str, object]:
         # Loaded kernels belong to a process: a copy or an unpickled object climbs its ladder and counts anew.

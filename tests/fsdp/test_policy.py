@@ -171,6 +171,11 @@ def check_routes(*, replicas, shards, policy):
     twins.train(4)
     twins.check_weights()
     twins.check_at_rest()
+    # torch's fused AdamW leaves no trace of its writes: what follows them would never see a new weight.
+    owned = [member for member in dmuon.dedicated_params(twins.model) if member.is_owner]
+    stamps = [member.owned.stamp for member in owned]
+    twins.train(1)
+    assert all(member.owned.stamp != stamp for member, stamp in zip(owned, stamps, strict=True))
     by_route = {}
     for name, parameter, _ in twins.pairs():
         by_route.setdefault(type(parameter.data).__name__, []).append(name)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -242,6 +243,8 @@ def adamw_step(
         eps=group["eps"],
         maximize=False,
     )
+    if fused:
+        increment_version([local(p) for p in parameters])  # torch does not
 
 
 def named(group: Group) -> Iterable[tuple[str, Tensor]]:

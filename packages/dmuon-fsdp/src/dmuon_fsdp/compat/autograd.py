@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 
@@ -101,6 +102,7 @@ def adamw_if_(
         maximize=False,
         found_inf=1 - present,
     )
+    increment_version((weight, exp_avg, exp_avg_sq))  # torch does not
 
 
 def is_alone(tensor: Tensor) -> bool:

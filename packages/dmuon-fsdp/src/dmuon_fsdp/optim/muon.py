@@ -239,10 +239,13 @@ class Muon(Optimizer):
         if self.max_grad_norm is not None:
             clip_(replace(self._gradients(), averages=()), self.max_grad_norm, 2.0)
         known = self._dedicated()
+        places: dict[DedicatedParam, Tensor] = {}
+        for registration in self._registrations:
+            places |= registration.state.before_step()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 with self._timed("muon"):
-                    self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group)
+                    self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group, places)
             else:
                 with self._timed("adamw"):
                     _refuse_gone(group, [isinstance(p, OwnedTensor) and p not in known for p in group["params"]])
@@ -295,7 +298,10 @@ class Muon(Optimizer):
         labelled = [(p, (group["group_name"], group["algorithm"])) for group in groups for p in group["params"]]
         return Gradients(self._registrations, labelled, self._averages)
 
-    def _muon_step(self, members: Sequence[DedicatedParam], group: dict[str, Any]) -> None:
+    def _muon_step(
+        self, members: Sequence[DedicatedParam], group: dict[str, Any], places: Mapping[DedicatedParam, Tensor]
+    ) -> None:
+        """Step what this rank owns of ``members``, and leave it in ``places`` in the compute dtype as well."""
         owned = [member for member in members if member.is_owner]
         if not owned:
             return
@@ -313,8 +319,12 @@ class Muon(Optimizer):
             adjust_lr_fn=group["adjust_lr_fn"],
             views=[member.view for member in owned],
             presence=[member.presence for member in owned],
+            copies=[None if member in masters else places.get(member) for member in owned],
         )
         self._masters.write_back(masters)
+        copied = [member for member in owned if member in places and member not in masters]
+        for registration in self._registrations:
+            registration.state.note_copied(copied)
 
 
 def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:

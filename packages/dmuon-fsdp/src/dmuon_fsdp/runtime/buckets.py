@@ -8,7 +8,7 @@ than replaced, so the Parameters that view it live as long as the group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,9 @@ def layouts_of(members: Sequence[DedicatedParam], dtype: torch.dtype) -> tuple[L
 class Buckets:
     """The compute-dtype buffers of one group.
 
+    Attributes:
+        own: of this rank's parameters their places in its bucket.
+
     Args:
         members: the group's parameters in the plan's order.
         shard_rank: this rank's place in its replica.
@@ -84,8 +87,8 @@ class Buckets:
         self.to_broadcast: list[tuple[int, Tensor]] = []
         self.to_publish: list[tuple[int, Tensor]] = []
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
-        self._own: list[tuple[DedicatedParam, Tensor]] = []
-        self._copied: tuple[tuple[weakref.ref[Tensor], tuple[int, int]], ...] = ()
+        self.own: dict[DedicatedParam, Tensor] = {}
+        self._copied: dict[DedicatedParam, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
         for layout in layouts_of(members, dtype):
             flat = torch.empty(layout.numel, dtype=dtype, device=device)
             self.to_broadcast.append((layout.owner.shard, flat))
@@ -93,7 +96,7 @@ class Buckets:
                 view = nn.Parameter(slot.view(flat), requires_grad=slot.member.param.requires_grad)
                 slot.member.unsharded = view
                 if slot.member.is_owner:
-                    self._own.append((slot.member, slot.view(flat)))
+                    self.own[slot.member] = slot.view(flat)
             if layout.owner.shard == shard_rank:
                 self.to_publish.append((layout.owner.replicate, flat))
             else:
@@ -112,15 +115,22 @@ class Buckets:
             storage.resize_(0)
 
     @property
-    def stale(self) -> bool:
-        """Whether an owned parameter changed since :meth:`refill`, or was moved: the allocator may give a new tensor
-        the address of the old one, and its version counter begins anew."""
-        return len(self._copied) != len(self._own) or any(
-            source() is not member.owned.local or stamp != member.owned.stamp
-            for (member, _), (source, stamp) in zip(self._own, self._copied, strict=True)
-        )
+    def stale(self) -> list[DedicatedParam]:
+        """The owned parameters that changed since :meth:`note_copied`, or were moved: the allocator may give a new
+        tensor the address of the old one, and its version counter begins anew."""
+        return [member for member in self.own if not self._is_copied(member)]
+
+    def _is_copied(self, member: DedicatedParam) -> bool:
+        known = self._copied.get(member)
+        return known is not None and known[0]() is member.owned.local and known[1] == member.owned.stamp
+
+    def note_copied(self, members: Iterable[DedicatedParam]) -> None:
+        """What is in the bucket for ``members`` is what they are now, in the compute dtype."""
+        for member in members:
+            self._copied[member] = weakref.ref(member.owned.local), member.owned.stamp
 
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Where the owned parameters go in the compute dtype, and what goes there. Counts as done from now on."""
-        self._copied = tuple((weakref.ref(member.owned.local), member.owned.stamp) for member, _ in self._own)
-        return [view for _, view in self._own], [member.owned.local for member, _ in self._own]
+        """Where the stale parameters go in the compute dtype, and what goes there. Counts as done from now on."""
+        stale = self.stale
+        self.note_copied(stale)
+        return [self.own[member] for member in stale], [member.owned.local for member in stale]

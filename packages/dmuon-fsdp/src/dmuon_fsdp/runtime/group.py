@@ -158,8 +158,9 @@ class Group:
     def _bring_up_to_date(self, buckets: Buckets) -> None:
         """Take over what was written outside of a step."""
         if self.traffic.ranks.replicate is None:
-            if buckets.stale:
-                copy_all(*buckets.copies())
+            views, sources = buckets.copies()
+            if views:
+                copy_all(views, sources)
                 self.traffic.gather_lane.follow_current()
         elif self._published != self._writes:
             self.publish()
@@ -181,9 +182,20 @@ class Group:
         return self._buckets is not None
 
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Where the owned parameters go in the compute dtype, and what goes there; empty where nothing changed."""
-        buckets = self._current_buckets()
-        return buckets.copies() if buckets.stale else ([], [])
+        """Where owned parameters that changed go in the compute dtype, and what goes there."""
+        return self._current_buckets().copies()
+
+    def places(self) -> dict[DedicatedParam, Tensor]:
+        """Of this rank's parameters where they go in the compute dtype, ready to be written on the current stream.
+
+        At rest. Whoever writes tells it to :meth:`note_copied`.
+        """
+        self.settle_publish()
+        return self._current_buckets().own
+
+    def note_copied(self, members: Sequence[DedicatedParam]) -> None:
+        """Some of :meth:`places` were written."""
+        self._current_buckets().note_copied(members)
 
     def publish(self) -> None:
         """Send the owned parameters to their place in the other replicas; on all ranks."""

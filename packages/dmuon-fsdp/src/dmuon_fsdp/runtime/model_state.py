@@ -27,6 +27,7 @@ from dmuon_fsdp.compat import (
 )
 from dmuon_fsdp.runtime.casting import cast_floats
 from dmuon_fsdp.runtime.group import Group, GroupState, modules_of
+from dmuon_fsdp.runtime.parameter import DedicatedParam
 from dmuon_fsdp.runtime.traffic import Traffic
 
 
@@ -296,9 +297,20 @@ class ModelState:
             conductor.rest()
         self._order.clear()
 
+    def before_step(self) -> dict[DedicatedParam, Tensor]:
+        """Everything at rest; of this rank's parameters where a step may leave them in the compute dtype as well."""
+        self.rest()
+        return {m: place for group in self.groups if group.has_buckets for m, place in group.places().items()}
+
+    def note_copied(self, members: Sequence[DedicatedParam]) -> None:
+        """The step left ``members`` in their places."""
+        written = set(members)
+        for group in self.groups:
+            if group.has_buckets:
+                group.note_copied([member for member in group.members if member in written])
+
     def after_step(self) -> None:
         """The kept buckets take what the step wrote: in one launch, or group by group on their way to the replicas."""
-        self.rest()
         views: list[Tensor] = []
         sources: list[Tensor] = []
         for group in self.groups:
@@ -308,10 +320,10 @@ class ModelState:
                 sources += new
             elif group.has_buckets and any(member.param.grad is not None for member in group.members):
                 group.publish()
-        copy_all(views, sources)
         if views:
-            for traffic in self.traffics:
-                traffic.gather_lane.follow_current()
+            copy_all(views, sources)
+        for traffic in self.traffics:
+            traffic.gather_lane.follow_current()
 
     def publish(self) -> None:
         """What was written outside of a step, to every replica."""

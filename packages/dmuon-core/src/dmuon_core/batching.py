@@ -5,13 +5,16 @@ Legend: M the short side, N the long one.
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from dmuon_core.cost import H200, best_batch
+from dmuon_core.cost import H200, recurrence_seconds
 
 SQUARES = 5
 """M×M buffers of a batch: what one step of the Gram recurrence reads and writes."""
@@ -79,7 +82,7 @@ def by_short_side(
         stacks: what there is.
         form: which form of Newton-Schulz [m, n] matrices take.
         budget: bytes of workspace that a batch may take; a single matrix may take more.
-        sms: the streaming multiprocessors of a device. Batches under the budget are as large as fills whole waves.
+        sms: the streaming multiprocessors of a device, which batches are to fill in whole waves.
     """
     batches: list[Batch] = []
     for group in _grouped(stacks, lambda stack: (stack.short, form(stack.short, stack.long), stack.device)):
@@ -98,17 +101,20 @@ def _grouped(stacks: Sequence[Stack], key: Callable[[Stack], object]) -> list[Ba
 
 
 def _cut(pieces: Sequence[Piece], stacks: Sequence[Stack], budget: int, m: int, sms: int) -> Iterator[Batch]:
-    """Consecutive batches; each takes what fits, less what would run in a wave of its own that is mostly empty."""
+    """Consecutive batches that fit, cut where the M×M recurrences over all of them take the least predicted time."""
     singles = [Piece(p.stack, i, i + 1) for p in pieces for i in range(p.start, p.stop)]
     sizes = [workspace_bytes(m, stacks[p.stack].long) for p in singles]
+    sum_of = [*itertools.accumulate(sizes, initial=0)]
+    device = replace(H200, sms=sms)
+    seconds = functools.cache(lambda count: recurrence_seconds(count, m, device=device))
+    # From the end: the least time of what begins at `start`, and where its first batch ends.
+    best = [(0.0, 0)] * (len(singles) + 1)
+    for start in reversed(range(len(singles))):
+        furthest = max(start + 1, bisect.bisect_right(sum_of, sum_of[start] + budget) - 1)
+        best[start] = min((seconds(stop - start) + best[stop][0], stop) for stop in range(start + 1, furthest + 1))
     start = 0
     while start < len(singles):
-        stop, taken = start, 0
-        while stop < len(singles) and (stop == start or taken + sizes[stop] <= budget):
-            taken += sizes[stop]
-            stop += 1
-        if stop < len(singles):
-            stop = start + best_batch(m, stop - start, replace(H200, sms=sms))
+        stop = best[start][1]
         yield _joined(singles[start:stop])
         start = stop
 

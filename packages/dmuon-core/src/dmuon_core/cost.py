@@ -46,15 +46,6 @@ def wave_efficiency(tiles: int, sms: int = 132) -> float:
     return tiles / (math.ceil(tiles / sms) * sms) if tiles else 1.0
 
 
-def best_batch(m: int, limit: int, device: DeviceModel = H200) -> int:
-    """The batch size in [1, limit] of [m, m] products with the best wave efficiency, the largest of equals."""
-    per_matrix = syrk_tiles(m, device.tile)
-    return max(
-        range(1, max(limit, 1) + 1),
-        key=lambda count: (wave_efficiency(count * per_matrix, device.sms), count),
-    )
-
-
 @dataclass(frozen=True)
 class Products:
     """The matrix products that one [m, n] matrix takes, m ≤ n, by kind.
@@ -111,10 +102,24 @@ def newton_schulz_seconds(
     products = Products.of(backend, segments)
     return (
         products.grams * _symmetric_seconds(count, m, n, device)
-        + products.squares * _symmetric_seconds(count, m, m, device)
-        + products.wholes * _product_seconds(count, m, m, device)
+        + recurrence_seconds(count, m, backend=backend, segments=segments, device=device)
         + products.applications * _product_seconds(count, m, n, device)
         + _memory_seconds(count * m * n, _NORM_AND_CAST, device)
+    )
+
+
+def recurrence_seconds(
+    count: int,
+    m: int,
+    *,
+    backend: str = "gram",
+    segments: Sequence[int] = DEFAULT_SEGMENTS,
+    device: DeviceModel = H200,
+) -> float:
+    """Predicted seconds of the products among [m, m] matrices alone, of a batch of ``count``."""
+    products = Products.of(backend, segments)
+    return products.squares * _symmetric_seconds(count, m, m, device) + products.wholes * _product_seconds(
+        count, m, m, device
     )
 
 

@@ -94,15 +94,15 @@ def _backward(model, loss, step):
 def _check_losses(losses):
     """No further from bf16 in one process than bf16 itself is from fp32; the first differ by no step yet."""
     mine, rounded, exact, sums = zip(*losses, strict=True)
-    assert abs(mine[0] - rounded[0]) <= 2**-8 * rounded[0]
-    allowed = APART * max(abs(a - b) for a, b in zip(rounded, exact, strict=True))
-    assert max(abs(a - b) for a, b in zip(mine, rounded, strict=True)) <= allowed
+    assert abs(mine[0] - rounded[0]) <= 2**-8 * rounded[0], f"the first loss is {mine[0]}, not {rounded[0]}"
+    apart, own = (max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in ((mine, rounded), (rounded, exact)))
+    assert apart <= APART * own, f"losses {apart:.2e} apart, bf16 alone is {own:.2e} from fp32"
     assert sum(sums[-3:]) < sum(sums[:3]), "it learns nothing"
 
 
 def _check_weights(names, found, rounded, exact, start):
     apart, own, moved = (_distance(names, *pair) for pair in ((found, rounded), (rounded, exact), (exact, start)))
-    assert apart <= APART * own, f"{apart:.2e} apart, bf16 alone is {own:.2e} from fp32"
+    assert apart <= APART * own, f"weights {apart:.2e} apart, bf16 alone is {own:.2e} from fp32"
     assert APART * own <= moved, f"bf16 is {own:.2e} from fp32 after a way of {moved:.2e}: this compares nothing"
 
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 tools/bench_checkpoint.py [--layers 12] [--rounds 3] [--folder /tmp/checkpoint] [--cpu]
 
-The model is that of bench_step.py, about 1 B parameters in fp32. Variants: FSDP2 with AdamW through
+The model is the dense one of bench_models.py, about 1 B parameters in fp32. Variants: FSDP2 with AdamW through
 torch.distributed.checkpoint; DMuon through the same; DMuon's save_checkpoint and load_checkpoint, which also swap
 folders, compare names and verify checksums. Medians over the rounds; what is written is synced to the disk, what is
 read may come from the page cache. Memory is what came on top at the peak, of the GPU and of the process, on the rank
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_step import LanguageModel
+from bench_models import LanguageModel, Sizes, is_matrix
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,9 +46,9 @@ class Cost:
 def build(variant: str, mesh: DeviceMesh, options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
-        model = LanguageModel(options.width, options.ff, options.heads, options.layers)
+        model = LanguageModel(Sizes(options.width, options.ff, options.heads, options.layers))
     if variant.startswith("dmuon"):
-        dmuon.dedicate_params(model, mesh, lambda name, p: "_proj" in name and p.ndim == 2)
+        dmuon.dedicate_params(model, mesh, is_matrix)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -1,11 +1,18 @@
-"""Time one training step of FSDP2 + fused AdamW and of DMuon on the same model and data, side by side.
+"""Time whole training steps of FSDP2 + fused AdamW, DMuon and other Muons on the same model and data, side by side.
 
-    torchrun --nproc_per_node=2 tools/bench_step.py [--tokens 8192 16384] [--replicas 1 2] [--rounds 3] [--out r.json]
+    torchrun --nproc_per_node=2 tools/bench_step.py [--model dense-1b] [--tokens 8192 32768 131072] [--peers]
+        [--profile] [--replicas 1 2] [--rounds 3] [--steps 15] [--out r.json] [--markdown r.md]
 
-The model is Llama-like (12 layers, d 2048, ff 8192, vocabulary 32,000), bf16 compute and reduce, fp32 masters. The loss
-of the variants' first forward is compared; every variant is timed in turn, several rounds, medians. What is printed
-last is a Markdown table: milliseconds of a step by part, host time, memory. Exposed communication is the time of a
-profiled step in which a kernel of NCCL runs and no other does.
+Models are those of bench_models.py, bf16 compute and reduce, fp32 masters. A step's tokens come in micro-batches, and
+each one's gradients are reduced, which is what FSDP2 does by default. Variants are ``fsdp2``, ``dmuon-z3`` and
+``dmuon-z2`` (weights stay gathered until backward), and with ``--peers`` all of peer_optimizers.py, in the first round
+alone and with fewer steps; one that cannot run says why instead.
+
+Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
+have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the
+ranks. Printed last is a Markdown table: milliseconds of a step by part, its ratio to ``fsdp2``, host time, memory.
+Exposed communication is the time of a profiled step in which a kernel of NCCL runs and no other does. ``--profile``
+adds the kernels of one optimizer step of DMuon that starts on an idle GPU. ``--cpu`` tries it all with tiny models.
 """
 
 from __future__ import annotations
@@ -14,210 +21,429 @@ import argparse
 import functools
 import gc
 import json
+import math
 import os
+import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
+import step_profile
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from bench_models import MODELS, TINY, LanguageModel, Sizes, is_matrix
+from peer_optimizers import ABSENT, LEARNING_RATE, PEERS, Division
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import dmuon
+from dmuon_core import workspace
 
-SEQUENCE = 4096
-VOCABULARY = 32_000
-
-
-class Block(nn.Module):
-    def __init__(self, d: int, ff: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(d), nn.RMSNorm(d)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d, d, bias=False) for _ in range(4))
-        self.gate_proj, self.up_proj = nn.Linear(d, ff, bias=False), nn.Linear(d, ff, bias=False)
-        self.down_proj = nn.Linear(ff, d, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, length, _ = x_BTD.shape
-        y = self.attention_norm(x_BTD)
-        q, k, v = (
-            projection(y).view(batch, length, self.heads, -1).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
-        y = self.mlp_norm(x_BTD)
-        return x_BTD + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+OURS = ("fsdp2", "dmuon-z3", "dmuon-z2")
+WARM_UP = 6
+Figures = dict[str, float]
 
 
-class LanguageModel(nn.Module):
-    def __init__(self, d: int = 2048, ff: int = 8192, heads: int = 16, layers: int = 12) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, d)
-        self.layers = nn.ModuleList([Block(d, ff, heads) for _ in range(layers)])
-        self.norm = nn.RMSNorm(d)
-        self.lm_head = nn.Linear(d, VOCABULARY, bias=False)
+@dataclass
+class Trained:
+    """A model and what steps it."""
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        x = self.embed(ids_BT)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.lm_head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids_BT[:, 1:].reshape(-1))
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
 
 
-def build(variant: str, hsdp: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    replicated = hsdp.size(0) > 1
-    mesh = hsdp if replicated else hsdp["shard"]
+@dataclass
+class Results:
+    """What is known of the variants on one mesh: rounds of figures by variant and tokens, reasons, profiles."""
+
+    figures: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    profiles: dict[str, tuple[Figures, step_profile.Profile]] = field(default_factory=dict)
+    first_loss: float | None = None
+
+
+# --- building
+
+
+def build(variant: str, sizes: Sizes, hsdp: DeviceMesh) -> Trained:
+    mesh = hsdp if hsdp.size(0) > 1 else hsdp["shard"]
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
-        model = LanguageModel()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    if variant != "fsdp2":
+        model = LanguageModel(sizes)
+    if variant.startswith("dmuon"):
         dmuon.dedicate_params(
             model,
             hsdp["shard"],
-            lambda name, p: "_proj" in name and p.ndim == 2,
-            replicate_mesh=hsdp["replicate"] if replicated else None,
+            is_matrix,
+            replicate_mesh=hsdp["replicate"] if hsdp.size(0) > 1 else None,
+            param_policy=[dmuon.ParamPolicy("*.experts.*", view="batched")] if sizes.experts else (),
         )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=variant != "dmuon-z2")
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Trained(model, optimizers_of(variant, model, mesh))
+
+
+def optimizers_of(variant: str, model: nn.Module, mesh: DeviceMesh) -> Sequence[Optimizer]:
     if variant == "fsdp2":
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return model, dmuon.Muon(model, lr=1e-4, adamw_lr=1e-4)
+        return [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)]
+    if variant.startswith("dmuon"):
+        return [dmuon.Muon(model, lr=LEARNING_RATE, adamw_lr=LEARNING_RATE)]
+    named = dict(model.named_parameters())
+    matrices = {name: p for name, p in named.items() if is_matrix(name, p)}
+    return PEERS[variant](Division(matrices, [p for name, p in named.items() if name not in matrices], mesh))
 
 
-def measure(variant: str, mesh: DeviceMesh, ids: Tensor, steps: int) -> dict[str, float]:
-    """Medians of a few steps: forward and backward, optimizer, host time, peak memory, the first six steps."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    model, optimizer = build(variant, mesh)
-    losses, first = [], time.perf_counter()
-    for _ in range(6):
-        losses.append(step(model, optimizer, ids, []))
-    torch.cuda.synchronize()
-    first_six = time.perf_counter() - first
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event, float, float]] = []
-    dist.barrier()
-    for _ in range(steps):
-        step(model, optimizer, ids, marks)
-    torch.cuda.synchronize()
-    at_rest = torch.cuda.memory_allocated()
-    peak = torch.cuda.max_memory_allocated()
-    result = {
-        "forward_backward_ms": statistics.median(a.elapsed_time(b) for a, b, _, _, _ in marks),
-        "optimizer_ms": statistics.median(b.elapsed_time(c) for _, b, c, _, _ in marks),
-        "host_forward_backward_ms": statistics.median(h for *_, h, _ in marks) * 1e3,
-        "host_optimizer_ms": statistics.median(h for *_, h in marks) * 1e3,
-        "exposed_communication_ms": exposed_communication(functools.partial(step, model, optimizer, ids, [])),
-        "rest_gib": at_rest / 2**30,
-        "peak_gib": peak / 2**30,
-        "first_six_steps_s": first_six,
-        "first_loss": float(losses[0]),
-        "last_loss": float(losses[-1]),
-    }
-    if variant != "fsdp2" and dist.get_rank() == 0:
-        print(dmuon.get_ns_backend(optimizer), flush=True)
-    del model, optimizer
+def release() -> None:
+    """Forget what the last variant left: cycles, compiled code, memory of Newton-Schulz, cached blocks."""
     gc.collect()
-    return result
+    torch.compiler.reset()
+    workspace.forget()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def exposed_communication(run: Callable[[], object]) -> float:
-    """Milliseconds of one ``run()`` in which NCCL works and nothing else does."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    edges = []
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 0:
-            kind = 0 if "nccl" in event.name.lower() else 1
-            edges += [(event.time_range.start, 1, kind), (event.time_range.end, -1, kind)]
-    exposed, running, last = 0.0, [0, 0], 0.0
-    for time_us, change, kind in sorted(edges):
-        if running[0] and not running[1]:
-            exposed += time_us - last
-        running[kind] += change
-        last = time_us
-    return exposed / 1e3
+# --- one step
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, marks: list) -> Tensor:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    events[0].record()
+Moment = torch.cuda.Event | float
+
+
+def moment(device: torch.device) -> Moment:
+    """Now, in the order of the device's work."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return (end - begin) * 1e3  # type: ignore[operator]
+    return begin.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Of one step: where it began, where the optimizer began, where it ended; seconds of the host likewise."""
+
+    begin: Moment
+    middle: Moment
+    end: Moment
+    host_forward_backward_s: float
+    host_optimizer_s: float
+
+
+def forward_backward(trained: Trained, batches: Sequence[Tensor]) -> Tensor:
+    """The mean loss. The gradients of every micro-batch are reduced."""
+    losses = []
+    for ids_BT in batches:
+        loss = trained.model(ids_BT) / len(batches)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def train_step(trained: Trained, batches: Sequence[Tensor]) -> tuple[Tensor, Marks]:
+    device = batches[0].device
+    begin, host_begin = moment(device), time.perf_counter()
+    loss = forward_backward(trained, batches)
+    middle, host_middle = moment(device), time.perf_counter()
+    for optimizer in trained.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    host_end = time.perf_counter()
+    return loss, Marks(begin, middle, moment(device), host_middle - host_begin, host_end - host_middle)
+
+
+# --- measuring
+
+
+def measure(variant: str, mesh: DeviceMesh, data: dict[int, list[Tensor]], results: Results, options) -> None:
+    """One round of a variant: built anew, warmed up, then every number of tokens in turn."""
+    release()
+    left_over = allocated()
+    trained = build(variant, options.sizes, mesh)
+    before = lengths(trained.model)
+    first_six, first_loss, last_loss = warm_up(trained, next(iter(data.values())))
+    if results.first_loss is None:
+        results.first_loss = first_loss
+    if not abs(first_loss - results.first_loss) <= 1e-2:
+        raise AssertionError(f"{variant} begins with the loss {first_loss}, not with {results.first_loss} as the first")
+    whole = {"left_over_gib": left_over, "first_six_steps_s": first_six, "sixth_loss": last_loss}
+    steps = options.steps if variant in OURS else min(options.steps, options.peer_steps)
+    rows = {}
+    for tokens, batches in data.items():
+        rows[tokens] = {**timed(trained, batches, max(3, steps // len(batches))), **whole}
+    still = int((lengths(trained.model) == before).sum())
+    if still:
+        raise AssertionError(f"{variant} left {still} of {len(before)} matrices as they were")
+    if options.profile and variant.startswith("dmuon") and variant not in results.profiles:
+        results.profiles[variant] = profile_optimizer(trained, next(iter(data.values())))
+    for tokens, row in rows.items():
+        results.figures.setdefault((variant, tokens), []).append(row)
+
+
+def lengths(model: nn.Module) -> Tensor:
+    """Norms of all matrices in fp64, which one step changes; the same on all ranks."""
+    squares = [
+        torch.linalg.vector_norm(p.to_local() if isinstance(p, DTensor) else p, dtype=torch.float64) ** 2
+        for name, p in model.named_parameters()
+        if is_matrix(name, p)
+    ]
+    total = torch.stack(squares).detach()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def warm_up(trained: Trained, batches: Sequence[Tensor]) -> tuple[float, float, float]:
+    """Seconds of the first six steps, the first loss and the last."""
     begin = time.perf_counter()
-    loss = model(ids)
-    loss.backward()
-    middle = time.perf_counter()
-    events[1].record()
-    optimizer.step()
-    optimizer.zero_grad()
-    events[2].record()
-    marks.append((*events, middle - begin, time.perf_counter() - middle))
-    return loss.detach()
+    losses = [train_step(trained, batches)[0] for _ in range(WARM_UP)]
+    synchronize(batches[0].device)
+    seconds = time.perf_counter() - begin
+    figures = highest({"seconds": seconds, "first": float(losses[0]), "last": float(losses[-1])}, batches[0].device)
+    if not math.isfinite(figures["last"]):
+        raise AssertionError(f"after {WARM_UP} steps the loss is {figures['last']}")
+    return figures["seconds"], figures["first"], figures["last"]
+
+
+def timed(trained: Trained, batches: Sequence[Tensor], steps: int) -> Figures:
+    device = batches[0].device
+    on_gpu = device.type == "cuda"
+    train_step(trained, batches)  # memory for this many micro-batches
+    synchronize(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    run = [train_step(trained, batches) for _ in range(steps)]
+    synchronize(device)
+    loss, marks = run[-1][0], [each for _, each in run]
+    figures = {
+        "step_ms": statistics.median(elapsed_ms(each.begin, each.end) for each in marks),
+        "forward_backward_ms": statistics.median(elapsed_ms(each.begin, each.middle) for each in marks),
+        "optimizer_ms": statistics.median(elapsed_ms(each.middle, each.end) for each in marks),
+        "host_forward_backward_ms": statistics.median(each.host_forward_backward_s for each in marks) * 1e3,
+        "host_optimizer_ms": statistics.median(each.host_optimizer_s for each in marks) * 1e3,
+        "rest_gib": allocated(),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        "loss": float(loss),
+        "steps": float(steps),
+    }
+    if not math.isfinite(figures["loss"]):
+        raise AssertionError(f"after the timed steps the loss is {figures['loss']}")
+    exposed = functools.partial(train_step, trained, batches)
+    figures["exposed_communication_ms"] = step_profile.exposed_communication(exposed) if on_gpu else 0.0
+    return highest(figures, device)
+
+
+def profile_optimizer(trained: Trained, batches: Sequence[Tensor]) -> tuple[Figures, step_profile.Profile]:
+    """Of this rank: what one optimizer step takes on an idle device without the profiler, and its kernels."""
+    device = batches[0].device
+
+    def optimize() -> None:
+        for optimizer in trained.optimizers:
+            optimizer.step()
+
+    forward_backward(trained, batches)
+    synchronize(device)
+    dist.barrier()
+    begin, host_begin = moment(device), time.perf_counter()
+    optimize()
+    host, end = time.perf_counter() - host_begin, moment(device)
+    synchronize(device)
+    figures = {"device_ms": elapsed_ms(begin, end), "host_ms": host * 1e3}
+    forward_backward(trained, batches)
+    return figures, step_profile.profiled(optimize, device)
+
+
+def highest(figures: Figures, device: torch.device) -> Figures:
+    """Each figure on the rank on which it is highest."""
+    values = torch.tensor(list(figures.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(figures, values.tolist(), strict=True))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated() -> float:
+    return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+# --- comparing
+
+
+def compare(mesh: DeviceMesh, options: argparse.Namespace) -> Results:
+    """Every variant in turn, several rounds."""
+    data = {tokens: micro_batches(tokens, mesh.device_type, options) for tokens in options.tokens}
+    results = Results()
+    for turn in range(options.rounds):
+        for variant in options.variants:
+            if variant in results.reasons or (variant not in OURS and turn):
+                continue
+            begin = time.perf_counter()
+            try:
+                measure(variant, mesh, data, results, options)
+            except Exception as error:
+                if variant in OURS:
+                    raise
+                results.reasons[variant] = describe(error)
+            say(f"round {turn + 1}, {variant}: {time.perf_counter() - begin:.1f} s {results.reasons.get(variant, '')}")
+    release()
+    return results
+
+
+def micro_batches(tokens: int, device: str, options: argparse.Namespace) -> list[Tensor]:
+    """Random ids, [sequences, sequence] each, others on every rank."""
+    micro, sequence = min(tokens, options.micro_batch), options.sizes.sequence
+    if tokens % micro or micro % sequence:
+        raise ValueError(f"{tokens} tokens must be whole micro-batches of {micro}, and these sequences of {sequence}")
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    shape = (tokens // micro, micro // sequence, sequence)
+    return list(torch.randint(options.sizes.vocabulary, shape, device=device, generator=generator))
+
+
+def describe(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def rows_of(results: Results, replicas: int) -> list[dict]:
+    """Medians over the rounds, with ratios to FSDP2's."""
+    medians = {
+        key: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        for key, rounds in results.figures.items()
+    }
+    rows = []
+    for (variant, tokens), figures in sorted(medians.items(), key=lambda item: item[0][1]):
+        base = medians.get(("fsdp2", tokens))
+        ratios = {
+            f"{part}_ratio": figures[f"{part}_ms"] / base[f"{part}_ms"] if base else math.nan
+            for part in ("step", "forward_backward")
+        }
+        key = {"replicas": replicas, "tokens": tokens, "variant": variant}
+        rows.append({**key, "step_ms": figures["step_ms"], **ratios, **figures})
+    return rows
+
+
+# --- reporting
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    on_gpu = options.device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "ranks": str(dist.get_world_size()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
+        "dmuon": dmuon.__version__,
+        "model": options.model,
+        "micro-batch": str(options.micro_batch),
+    }
+
+
+def tables(rows: list[dict], results: dict[int, Results]) -> str:
+    """The report in Markdown: steps, what did not run, profiles."""
+    columns = [key for key in rows[0] if key not in ("replicas", "tokens", "variant")]
+    lines = ["| replicas | tokens a GPU | variant | " + " | ".join(columns) + " |", "|---" * (len(columns) + 3) + "|"]
+    for row in rows:
+        values = " | ".join(f"{row[key]:.3f}" if "ratio" in key else f"{row[key]:.2f}" for key in columns)
+        lines.append(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {values} |")
+    for replicas, each in results.items():
+        lines += [f"\n{variant} (replicas {replicas}) did not run: {why}" for variant, why in each.reasons.items()]
+        for variant, (figures, profile) in each.profiles.items():
+            lines.append(
+                f"\n{variant}, one optimizer step on an idle device (replicas {replicas}, rank 0): "
+                f"{figures['device_ms']:.2f} ms, host {figures['host_ms']:.2f} ms; under the profiler kernels ran for "
+                f"{profile.busy_ms:.2f} ms\n\n{step_profile.markdown(profile)}"
+            )
+    return "\n".join(lines)
+
+
+def report(results: dict[int, Results], options: argparse.Namespace) -> None:
+    rows = [row for replicas, each in results.items() for row in rows_of(each, replicas)]
+    about = environment(options)
+    text = ", ".join(f"{key} {value}" for key, value in about.items()) + "\n\n" + tables(rows, results)
+    if options.peers:
+        text += "".join(f"\n\n{name} is not compared: {why}" for name, why in ABSENT.items())
+    print(text, flush=True)
+    if options.markdown is not None:
+        options.markdown.write_text(text + "\n")
+    if options.out is not None:
+        details = {
+            "environment": about,
+            "rows": rows,
+            "reasons": {replicas: each.reasons for replicas, each in results.items()},
+            "absent": ABSENT,
+            "profiles": {
+                replicas: {variant: {**figures, **asdict(p)} for variant, (figures, p) in each.profiles.items()}
+                for replicas, each in results.items()
+            },
+        }
+        options.out.write_text(json.dumps(details, indent=1))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="dense-1b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens a GPU and step")
+    parser.add_argument("--micro-batch", type=int, default=8192, help="tokens a GPU and micro-batch")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="HSDP: replicas; 1 is one mesh")
+    parser.add_argument("--variants", nargs="+", choices=[*OURS, *PEERS], default=list(OURS))
+    parser.add_argument("--peers", action="store_true", help="other Muons too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15, help="timed micro-batches, of at least three steps")
+    parser.add_argument("--peer-steps", type=int, default=6, help="the same of other Muons")
+    parser.add_argument("--profile", action="store_true", help="kernels of one optimizer step of DMuon")
+    parser.add_argument("--out", type=Path, help="everything as JSON")
+    parser.add_argument("--markdown", type=Path, help="what is printed last")
+    parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU")
+    options = parser.parse_args(arguments)
+    options.device = "cpu" if options.cpu else "cuda"
+    options.sizes = (TINY if options.cpu else MODELS)[options.model]
+    if options.peers:
+        options.variants = [*options.variants, *(name for name in PEERS if name not in options.variants)]
+    return options
+
+
+def run(options: argparse.Namespace) -> dict[int, Results]:
+    """Compare on every mesh and report. Needs an initialised process group."""
+    results = {}
+    for replicas in options.replicas:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh(options.device, shape, mesh_dim_names=("replicate", "shard"))
+        results[replicas] = compare(mesh, options)
+    if dist.get_rank() == 0:
+        report(results, options)
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens a GPU and step")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="HSDP: replicas; 1 is one mesh")
-    parser.add_argument("--variants", nargs="+", default=["fsdp2", "dmuon-z3", "dmuon-z2"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    rows = []
-    for replicas in options.replicas:
-        shape = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
-        rows += [{"replicas": replicas, **row} for tokens in options.tokens for row in compare(tokens, mesh, options)]
-    if dist.get_rank() == 0:
-        report(rows, options.out)
+    options = parse()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # A peer that fails on one rank alone keeps the others waiting; compiling one takes minutes.
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    run(options)
     dist.destroy_process_group()
-
-
-def compare(tokens: int, mesh: DeviceMesh, options: argparse.Namespace) -> list[dict]:
-    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    ids = torch.randint(VOCABULARY, (tokens // SEQUENCE, SEQUENCE), device="cuda", generator=generator)
-    runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in options.variants}
-    for _ in range(options.rounds):
-        for variant in options.variants:
-            runs[variant].append(measure(variant, mesh, ids, options.steps))
-    losses = [results[0]["first_loss"] for results in runs.values()]
-    if max(losses) - min(losses) > 1e-2:
-        raise AssertionError(f"the variants do not compute the same loss: {dict(zip(runs, losses, strict=True))}")
-    return [
-        {"tokens": tokens, "variant": variant, **{k: statistics.median(r[k] for r in results) for k in results[0]}}
-        for variant, results in runs.items()
-    ]
-
-
-def report(rows: list[dict], out: Path | None) -> None:
-    environment = {
-        "gpu": torch.cuda.get_device_name(),
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "dmuon": dmuon.__version__,
-    }
-    if out is not None:
-        out.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
-    print(", ".join(f"{key} {value}" for key, value in environment.items()))
-    columns = [key for key in rows[0] if key not in ("replicas", "tokens", "variant")]
-    print("| replicas | tokens a GPU | variant | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 3))
-    for row in rows:
-        values = " | ".join(f"{row[key]:.2f}" for key in columns)
-        print(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {values} |", flush=True)
 
 
 if __name__ == "__main__":

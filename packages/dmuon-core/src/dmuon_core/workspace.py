@@ -322,6 +322,12 @@ def _arena(device: torch.device) -> Arena:
         return _arenas[device, stream]
 
 
+def forget() -> None:
+    """Let go of all memory, plans and graphs; later calls make them anew. Not while a factor is in use."""
+    with _opening:
+        _arenas.clear()
+
+
 @contextlib.contextmanager
 def factors(
     matrices: Sequence[Tensor],

@@ -5,8 +5,8 @@
 
 Models are those of bench_models.py, bf16 compute and reduce, fp32 masters. A step's tokens come in micro-batches, and
 each one's gradients are reduced, which is what FSDP2 does by default. Variants are ``fsdp2``, ``dmuon-z3`` and
-``dmuon-z2`` (weights stay gathered until backward), and with ``--peers`` all of peer_optimizers.py, in the first round
-alone and with fewer steps; one that cannot run says why instead.
+``dmuon-z2`` (weights stay gathered until backward), and with ``--peers`` all of peer_optimizers.py, last, in one round
+and with fewer steps; one that cannot run says why instead.
 
 Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
 have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the
@@ -26,6 +26,7 @@ import os
 import platform
 import statistics
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -47,6 +48,20 @@ from dmuon_core import workspace
 
 OURS = ("fsdp2", "dmuon-z3", "dmuon-z2")
 WARM_UP = 6
+COLUMNS = {
+    "step_ms": "step ms",
+    "step_ratio": "ratio",
+    "forward_backward_ms": "forward + backward ms",
+    "forward_backward_ratio": "ratio",
+    "optimizer_ms": "optimizer ms",
+    "exposed_communication_ms": "exposed communication ms",
+    "host_forward_backward_ms": "host, forward + backward ms",
+    "host_optimizer_ms": "host, optimizer ms",
+    "rest_gib": "at rest GiB",
+    "peak_gib": "peak GiB",
+    "first_six_steps_s": "first six steps s",
+}
+"""Of the table; JSON has more."""
 Figures = dict[str, float]
 
 
@@ -285,24 +300,21 @@ def allocated() -> float:
 # --- comparing
 
 
-def compare(mesh: DeviceMesh, options: argparse.Namespace) -> Results:
-    """Every variant in turn, several rounds."""
+def compare(mesh: DeviceMesh, options: argparse.Namespace, results: Results, variants: Sequence[str]) -> None:
+    """One round: every variant in turn. A peer that cannot run leaves its reason; it is not tried again."""
     data = {tokens: micro_batches(tokens, mesh.device_type, options) for tokens in options.tokens}
-    results = Results()
-    for turn in range(options.rounds):
-        for variant in options.variants:
-            if variant in results.reasons or (variant not in OURS and turn):
-                continue
-            begin = time.perf_counter()
-            try:
-                measure(variant, mesh, data, results, options)
-            except Exception as error:
-                if variant in OURS:
-                    raise
-                results.reasons[variant] = describe(error)
-            say(f"round {turn + 1}, {variant}: {time.perf_counter() - begin:.1f} s {results.reasons.get(variant, '')}")
+    for variant in variants:
+        begin = time.perf_counter()
+        try:
+            measure(variant, mesh, data, results, options)
+        except Exception as error:
+            if variant in OURS:
+                raise
+            results.reasons[variant] = describe(error)
+            if dist.get_rank() == 0:
+                traceback.print_exc(limit=-6)
+        say(f"{variant}: {time.perf_counter() - begin:.1f} s {results.reasons.get(variant, '')}")
     release()
-    return results
 
 
 def micro_batches(tokens: int, device: str, options: argparse.Namespace) -> list[Tensor]:
@@ -316,8 +328,7 @@ def micro_batches(tokens: int, device: str, options: argparse.Namespace) -> list
 
 
 def describe(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def say(line: str) -> None:
@@ -339,7 +350,7 @@ def rows_of(results: Results, replicas: int) -> list[dict]:
             for part in ("step", "forward_backward")
         }
         key = {"replicas": replicas, "tokens": tokens, "variant": variant}
-        rows.append({**key, "step_ms": figures["step_ms"], **ratios, **figures})
+        rows.append({**key, **ratios, **figures})
     return rows
 
 
@@ -362,11 +373,11 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
 def tables(rows: list[dict], results: dict[int, Results]) -> str:
     """The report in Markdown: steps, what did not run, profiles."""
-    columns = [key for key in rows[0] if key not in ("replicas", "tokens", "variant")]
-    lines = ["| replicas | tokens a GPU | variant | " + " | ".join(columns) + " |", "|---" * (len(columns) + 3) + "|"]
+    titles = ["replicas", "tokens a GPU", "variant", *COLUMNS.values()]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
-        values = " | ".join(f"{row[key]:.3f}" if "ratio" in key else f"{row[key]:.2f}" for key in columns)
-        lines.append(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {values} |")
+        values = [f"{row[key]:.3f}" if "ratio" in key else f"{row[key]:.1f}" for key in COLUMNS]
+        lines.append(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {' | '.join(values)} |")
     for replicas, each in results.items():
         lines += [f"\n{variant} (replicas {replicas}) did not run: {why}" for variant, why in each.reasons.items()]
         for variant, (figures, profile) in each.profiles.items():
@@ -378,27 +389,24 @@ def tables(rows: list[dict], results: dict[int, Results]) -> str:
     return "\n".join(lines)
 
 
-def report(results: dict[int, Results], options: argparse.Namespace) -> None:
+def write(results: dict[int, Results], options: argparse.Namespace) -> str:
+    """The report; to the files that were asked for too."""
     rows = [row for replicas, each in results.items() for row in rows_of(each, replicas)]
     about = environment(options)
     text = ", ".join(f"{key} {value}" for key, value in about.items()) + "\n\n" + tables(rows, results)
     if options.peers:
         text += "".join(f"\n\n{name} is not compared: {why}" for name, why in ABSENT.items())
-    print(text, flush=True)
     if options.markdown is not None:
-        options.markdown.write_text(text + "\n")
+        options.markdown.write_text(text + "\n", encoding="utf-8")
     if options.out is not None:
-        details = {
-            "environment": about,
-            "rows": rows,
-            "reasons": {replicas: each.reasons for replicas, each in results.items()},
-            "absent": ABSENT,
-            "profiles": {
-                replicas: {variant: {**figures, **asdict(p)} for variant, (figures, p) in each.profiles.items()}
-                for replicas, each in results.items()
-            },
+        profiles = {
+            replicas: {variant: {**figures, **asdict(p)} for variant, (figures, p) in each.profiles.items()}
+            for replicas, each in results.items()
         }
-        options.out.write_text(json.dumps(details, indent=1))
+        reasons = {replicas: each.reasons for replicas, each in results.items()}
+        details = {"environment": about, "rows": rows, "reasons": reasons, "absent": ABSENT, "profiles": profiles}
+        options.out.write_text(json.dumps(details, indent=1), encoding="utf-8")
+    return text
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -425,14 +433,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[int, Results]:
-    """Compare on every mesh and report. Needs an initialised process group."""
-    results = {}
-    for replicas in options.replicas:
-        shape = (replicas, dist.get_world_size() // replicas)
-        mesh = init_device_mesh(options.device, shape, mesh_dim_names=("replicate", "shard"))
-        results[replicas] = compare(mesh, options)
-    if dist.get_rank() == 0:
-        report(results, options)
+    """Compare on every mesh and report. Needs an initialised process group.
+
+    Peers come last, and what is known before them is written: one that breaks the device takes nothing else along.
+    """
+    ours = [variant for variant in options.variants if variant in OURS]
+    peers = [variant for variant in options.variants if variant not in OURS]
+    results = {replicas: Results() for replicas in options.replicas}
+    meshes = {
+        replicas: init_device_mesh(
+            options.device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard")
+        )
+        for replicas in options.replicas
+    }
+    text = ""
+    for variants in [ours] * options.rounds + [[peer] for peer in peers]:
+        for replicas, mesh in meshes.items():
+            compare(mesh, options, results[replicas], variants)
+        text = write(results, options) if dist.get_rank() == 0 else ""
+    say(text)
     return results
 
 

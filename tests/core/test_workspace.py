@@ -1,7 +1,9 @@
 """Plans in memory that stays, tried on a CPU: the same products, the same results, nothing of another run in them."""
 
+import gc
 import itertools
 import sys
+import weakref
 
 import pytest
 import torch
@@ -56,6 +58,19 @@ def test_results_do_not_change_when_the_plan_runs_again():
     ns(gaussian(96, 100, seed=3))
     assert torch.equal(first, kept)
     assert torch.equal(half, half_kept)
+    assert torch.equal(ns(gaussian(24, 40)), kept)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_memory_that_is_let_go_is_freed_and_made_anew():
+    """Else a benchmark counts one variant's memory as the next one's; a plan that kept it would hold it alive."""
+    ns = NewtonSchulz()
+    kept = ns(gaussian(24, 40))
+    memory = [weakref.ref(arena._memory) for arena in workspace._arenas.values()]
+    assert len(memory) == 1
+    workspace.forget()
+    gc.collect()
+    assert memory[0]() is None
     assert torch.equal(ns(gaussian(24, 40)), kept)
 
 

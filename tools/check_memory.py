@@ -29,6 +29,7 @@ from dmuon_kernels.probes import has_tma, probe_quack
 from dmuon_kernels.quack_config import PRODUCT_CANDIDATES, SM90_CANDIDATES
 from dmuon_kernels.triton_config import CONFIGS, TmaConfig, tma_candidates
 from dmuon_kernels.triton_syrk import triton_syrk
+from dmuon_kernels.update import triton_apply, triton_direct
 
 BATCH = 2
 ALLOWED = 5e-3  # of the norm; rounding to half precision is a tenth of it, an entry that was not written more
@@ -112,6 +113,39 @@ def _normalize(m: int, n: int, padded: bool, columns: bool, device: torch.device
     return _error(got, want.float())
 
 
+def update_checks(device: torch.device) -> Iterator[Check]:
+    """Many columns and few, rows and columns one after the other; of each a tensor that ends with its last entry."""
+    for m, n in ((13, 1031), (67, 131)):
+        for columns in (False, True):
+            name = f"{BATCH}x{m}x{n}{' columns' if columns else ''}"
+            yield f"momentum and direction {name}", functools.partial(_direct, m, n, columns, device)
+            yield f"step and copy {name}", functools.partial(_step, m, n, columns, device)
+
+
+def _direct(m: int, n: int, columns: bool, device: torch.device) -> float:
+    grad, buffer = (_matrices(m, n, columns, device) for _ in range(2))
+    out = torch.empty_like(grad, dtype=torch.float16)
+    want = grad + 0.5 * (buffer + 0.5 * (grad - buffer) - grad)
+    present = torch.ones((), device=device)
+    triton_direct([grad], [buffer], [out], momentum=0.5, nesterov=True, presence=[present])
+    return _error(out, want / want.norm(dim=(1, 2), keepdim=True))
+
+
+def _step(m: int, n: int, columns: bool, device: torch.device) -> float:
+    weight = _matrices(m, n, columns, device)
+    factor, copy = weight.half(), weight.bfloat16()
+    want = weight * 0.75 - factor.float()
+    lr = torch.full((1,), 0.5, device=device)
+    triton_apply([weight], [factor], [copy], lr=lr, weight_decay=0.5, scales=[2.0], presence=[lr[0]])
+    return max(_error(weight, want), _error(copy, want))
+
+
+def _matrices(m: int, n: int, columns: bool, device: torch.device) -> Tensor:
+    shape = (BATCH, n, m) if columns else (BATCH, m, n)
+    x = torch.randn(shape).to(device)
+    return x.mT if columns else x
+
+
 def quack_checks(device: torch.device) -> Iterator[Check]:
     """The smallest tiles and the largest: CUTLASS compiles every form of each."""
     if probe_quack(device) is not None:
@@ -141,7 +175,7 @@ def main() -> int:
     device = torch.device(parser.parse_args().device)
     torch.manual_seed(0)
     wrong = count = 0
-    for checks in (triton_checks, mirror_checks, normalize_checks, quack_checks):
+    for checks in (triton_checks, mirror_checks, normalize_checks, update_checks, quack_checks):
         for name, launch in checks(device):
             error = launch()
             right = error <= ALLOWED

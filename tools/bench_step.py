@@ -11,7 +11,7 @@ and with fewer steps; one that cannot run says why instead.
 Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
 have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the
 ranks. Printed last is a Markdown table: milliseconds of a step by part, its ratio to ``fsdp2``, host time, memory.
-Exposed communication is the time of a profiled step in which a kernel of NCCL runs and no other does. ``--profile``
+Exposed communication is the time of one profiled step in which a kernel of NCCL runs and no other does. ``--profile``
 adds the kernels of one optimizer step of DMuon that starts on an idle GPU. ``--cpu`` tries it all with tiny models.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.metadata
 import json
 import math
 import os
@@ -48,6 +49,7 @@ from dmuon_core import workspace
 
 OURS = ("fsdp2", "dmuon-z3", "dmuon-z2")
 WARM_UP = 6
+PACKAGES = {"triton", "quack-kernels", *PEERS}
 COLUMNS = {
     "step_ms": "step ms",
     "step_ratio": "ratio",
@@ -199,6 +201,9 @@ def measure(variant: str, mesh: DeviceMesh, data: dict[int, list[Tensor]], resul
     rows = {}
     for tokens, batches in data.items():
         rows[tokens] = {**timed(trained, batches, max(3, steps // len(batches))), **whole}
+        if (variant, tokens) not in results.figures and options.device == "cuda":
+            exposed = step_profile.exposed_communication(functools.partial(train_step, trained, batches))
+            rows[tokens] |= highest({"exposed_communication_ms": exposed}, batches[0].device)
     still = int((lengths(trained.model) == before).sum())
     if still:
         raise AssertionError(f"{variant} left {still} of {len(before)} matrices as they were")
@@ -256,8 +261,6 @@ def timed(trained: Trained, batches: Sequence[Tensor], steps: int) -> Figures:
     }
     if not math.isfinite(figures["loss"]):
         raise AssertionError(f"after the timed steps the loss is {figures['loss']}")
-    exposed = functools.partial(train_step, trained, batches)
-    figures["exposed_communication_ms"] = step_profile.exposed_communication(exposed) if on_gpu else 0.0
     return highest(figures, device)
 
 
@@ -277,6 +280,8 @@ def profile_optimizer(trained: Trained, batches: Sequence[Tensor]) -> tuple[Figu
     host, end = time.perf_counter() - host_begin, moment(device)
     synchronize(device)
     figures = {"device_ms": elapsed_ms(begin, end), "host_ms": host * 1e3}
+    for optimizer in trained.optimizers:
+        optimizer.zero_grad()
     forward_backward(trained, batches)
     return figures, step_profile.profiled(optimize, device)
 
@@ -339,7 +344,7 @@ def say(line: str) -> None:
 def rows_of(results: Results, replicas: int) -> list[dict]:
     """Medians over the rounds, with ratios to FSDP2's."""
     medians = {
-        key: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        key: {name: statistics.median(each[name] for each in rounds if name in each) for name in rounds[0]}
         for key, rounds in results.figures.items()
     }
     rows = []
@@ -366,6 +371,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
         "dmuon": dmuon.__version__,
+        **{each.name: each.version for each in importlib.metadata.distributions() if each.name in PACKAGES},
         "model": options.model,
         "micro-batch": str(options.micro_batch),
     }
@@ -376,7 +382,9 @@ def tables(rows: list[dict], results: dict[int, Results]) -> str:
     titles = ["replicas", "tokens a GPU", "variant", *COLUMNS.values()]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
-        values = [f"{row[key]:.3f}" if "ratio" in key else f"{row[key]:.1f}" for key in COLUMNS]
+        values = [
+            f"{row.get(key, math.nan):.3f}" if "ratio" in key else f"{row.get(key, math.nan):.1f}" for key in COLUMNS
+        ]
         lines.append(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {' | '.join(values)} |")
     for replicas, each in results.items():
         lines += [f"\n{variant} (replicas {replicas}) did not run: {why}" for variant, why in each.reasons.items()]

@@ -114,7 +114,10 @@ def muon_fsdp2(division: Division) -> list[Optimizer]:
 
 
 def emerging_optimizers(division: Division) -> list[Optimizer]:
-    """Its Muon for one device, on DTensors as torch's own; its Triton kernel takes none. Needs Python 3.12."""
+    """Its Muon for one device, on DTensors as torch's own; its Triton kernel takes none. Python 3.12 or newer.
+
+    Ask for version 0.3.0: the highest on PyPI, 999.9.9, is an empty stub that refuses to install.
+    """
     from emerging_optimizers.orthogonalized_optimizers import Muon
 
     muon = Muon(

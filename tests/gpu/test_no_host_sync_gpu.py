@@ -136,6 +136,7 @@ def test_both_checks_find_what_they_are_for():
     x = torch.ones(1, device="cuda")
     with synchronizing_raises(), pytest.raises(RuntimeError, match="synchroniz"):
         x.item()
+    x.add_(1)  # the first launch of a kernel loads it, which waits for the device
     awake = put_to_sleep()
     x.add_(1)
     assert not awake.query()

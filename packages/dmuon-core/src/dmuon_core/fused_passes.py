@@ -26,10 +26,18 @@ def takes(target: Target) -> bool:
 
 
 def update_(targets: Sequence[Target], options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns) -> None:
-    """One step on every target that :func:`takes` is true for."""
-    blocks = [block for target in targets for block in _blocks_of(target, options)]
+    """One step on every target that :func:`takes` is true for; all on one device."""
+    places = [(target, j) for target in targets for j in range(len(target.shapes))]
+    blocks: dict[Target, list[_Block]] = {}
+
+    def piece_of(piece: Piece) -> _Block:
+        target, j = places[piece.stack]
+        if target not in blocks:  # when it is due: the device has work by then
+            blocks[target] = _blocks_of(target, options)
+        return blocks[target][j].cut(piece)
+
     for batch in ns.batches([stack for target in targets for stack in target.stacks]):
-        _step([blocks[piece.stack].cut(piece) for piece in batch], options, ns, schedule, fns)
+        _step([piece_of(piece) for piece in batch], options, ns, schedule, fns)
     # What torch did not write itself: autograd refuses a backward through the weights of before.
     increment_version([x for t in targets for x in (t.weight, t.buffer, t.copy) if x is not None])
 

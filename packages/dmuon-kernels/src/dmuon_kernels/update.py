@@ -6,9 +6,7 @@ Legend: B matrices, M rows, N columns.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +31,7 @@ def triton_direct(
     presence: Sequence[Tensor | None],
 ) -> None:
     """Momentum in place, and the direction normalized into ``outs`` (:class:`dmuon_core.syrk.contract.DirectFn`)."""
-    for call in _grouped(grads, buffers, outs, presence):
+    for call, table in _with_tables(_grouped(grads, buffers, outs, presence)):
         grad_BMN, buffer_BMN, out_BMN, present = call.first
         assert out_BMN is not None, "every direction goes somewhere"
         by_columns = out_BMN.stride(2) != 1
@@ -46,7 +44,6 @@ def triton_direct(
         parts = min(tiles, PARTS)
         programs = min(tiles, max(1, PROGRAMS // call.items))
         with _on(grad_BMN.device):
-            table = call.table()
             sums = torch.empty(call.items, parts, dtype=torch.float32, device=grad_BMN.device)
             exponents = torch.empty(call.items, parts, dtype=torch.int32, device=grad_BMN.device)
             strides = (*grad_BMN.stride()[1:], *buffer_BMN.stride()[1:])
@@ -76,7 +73,7 @@ def triton_apply(
     """The step, and the new weights in ``copies`` (:class:`dmuon_core.syrk.contract.ApplyFn`)."""
     reads_lr = isinstance(lr, Tensor) and lr.device.type == weights[0].device.type != "cpu"
     rate = 0.0 if reads_lr else float(lr)
-    for call in _grouped(weights, factors, copies, presence, scales):
+    for call, table in _with_tables(_grouped(weights, factors, copies, presence, scales)):
         weight_BMN, factor_BMN, copy_BMN, present = call.first
         if weight_BMN.stride(2) != 1:
             weight_BMN, factor_BMN = weight_BMN.mT, factor_BMN.mT
@@ -86,7 +83,6 @@ def triton_apply(
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         programs = min(tiles, max(1, PROGRAMS // call.items))
         with _on(weight_BMN.device):
-            table = call.table()
             apply_kernel[(call.items * programs,)](
                 table, lr.reshape(1).float() if isinstance(lr, Tensor) and reads_lr else table,
                 rows, columns, programs, *weight_BMN.stride()[1:], *factor_BMN.stride()[1:],
@@ -122,9 +118,6 @@ class _Call:
     @property
     def aligned(self) -> bool:
         return all(found % 16 == 0 for at in (0, 1, 3) for found in self.addresses[at::4])
-
-    def table(self) -> Tensor:
-        return _tables.of(self.addresses, self.first[0].device)
 
 
 def _grouped(
@@ -166,33 +159,16 @@ def _addresses(x_BMN: Tensor | None, count: int = 0) -> Sequence[int]:
     return [x_BMN.data_ptr() + i * step for i in range(len(x_BMN))]
 
 
-class _Tables:
-    """Tables of addresses on their devices. Steps repeat: a table that was there before is not copied again."""
-
-    _MOST = 512
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[object, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, addresses: Sequence[int], device: torch.device) -> Tensor:
-        """int64 [items, 4]; ready for what follows on the current stream, which never waits for the host."""
-        if device.type != "cuda":
-            return torch.tensor(addresses, dtype=torch.int64)
-        key = device, torch.cuda.current_stream(device).cuda_stream, tuple(addresses)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            # torch keeps pinned memory until the copy is done.
-            pinned = torch.tensor(addresses, dtype=torch.int64).pin_memory()
-            self._kept[key] = pinned.to(device, non_blocking=True)
-            if len(self._kept) > self._MOST:
-                self._kept.popitem(last=False)
-            return self._kept[key]
-
-
-_tables = _Tables()
+def _with_tables(calls: Sequence[_Call]) -> Iterator[tuple[_Call, Tensor]]:
+    """Every call and its table, int64 [items, 4]: all on their way in one copy, for which the host does not wait."""
+    if not calls:
+        return
+    device = calls[0].first[0].device
+    addresses = [found for call in calls for found in call.addresses]
+    # torch keeps pinned memory until the copy is done.
+    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = table.to(device, non_blocking=True)
+    yield from zip(calls, table.split([len(call.addresses) for call in calls]), strict=True)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -34,7 +34,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64), (33, 40), (40, 33), (1, 50), (50, 1), (67, 67)], ids=str)
 @pytest.mark.usefixtures("on_cpu")
 def test_the_workspace_computes_the_polynomial(shape, form):
-    """Padding, the transposed layout and the five rotating buffers: a buffer reused too early is wrong everywhere."""
+    """Padding, the transposed layout and the rotating buffers: a buffer reused too early is wrong everywhere."""
     x = gaussian(3, *shape)
     ns = NewtonSchulz(form)
     got = ns(x)
@@ -44,6 +44,29 @@ def test_the_workspace_computes_the_polynomial(shape, form):
         assert verdict.error <= 0.02, verdict
         assert verdict.sigma_max <= verdict.sigma_bound
     assert ns.kernel.launches.total() == (14 if ns.form(min(shape), max(shape)) == "gram" else 10)
+
+
+@pytest.mark.parametrize("restarts", [(), (1,), (2,), (4,), (1, 2), (1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("form", ["gram", "direct"])
+@pytest.mark.usefixtures("on_cpu")
+def test_matrices_that_share_memory_with_what_comes_next(form, restarts):
+    """M×M buffers lie where X will be: for every length of a segment Q must be outside of what it is used to write."""
+    for lengths in ((32,), (128,), (160, 96, 32), (512, 40)):
+        inputs = [normalize(gaussian(2, 32, n, seed=n), torch.float32, exact=True) for n in lengths]
+        triples = POLAR_EXPRESS.triples
+        bounds = (0, *(restarts if form == "gram" else ()), len(triples))
+        segments = tuple(triples[i:j] for i, j in itertools.pairwise(bounds))
+        kernel = KernelChoice.of("torch")
+        options = {"form": form, "segments": segments, "dtype": torch.float16, "kernel": kernel, "graphs": False}
+        parts, _ = workspace.arrange(inputs)
+        recipe = workspace.Recipe(form, segments, torch.float16, parts)
+        assert recipe.shares == (form == "direct" or sum(lengths) >= 2 * 32 * len(lengths)), lengths
+        with workspace.factors(inputs, **options) as factors:
+            for x, factor in zip(inputs, factors, strict=True):
+                (want,) = iterate(form, [x.half()], segments, FreshArithmetic(kernel))
+                assert relative_error(factor, want) <= 0.05, (
+                    lengths
+                )  # without restarts roundings grow; a wrong buffer gives 1
 
 
 @pytest.mark.usefixtures("on_cpu")

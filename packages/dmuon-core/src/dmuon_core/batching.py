@@ -16,8 +16,8 @@ import torch
 
 from dmuon_core.cost import H200, recurrence_seconds
 
-SQUARES = 5
-"""M×M buffers of a batch: what one step of the Gram recurrence reads and writes."""
+SQUARES = {"gram": 5, "direct": 2}
+"""M×M buffers of a batch by form: what one step of it reads and writes."""
 
 _ALIGNMENT = 16
 
@@ -58,10 +58,21 @@ def padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def workspace_bytes(m: int, n: int, item: int = 2) -> int:
-    """Bytes that one [m, n] matrix takes: X before and after a product with Q, and the M×M buffers."""
+def room(form: str, stack: int, square: int) -> int:
+    """Memory of a batch: X before and after a product with Q, ``stack`` each, and the M×M buffers, ``square`` each."""
+    return 2 * stack + SQUARES[form] * square
+
+
+def shared_room(form: str, stack: int, square: int) -> int:
+    """The same where all M×M buffers but the one of Q lie where X will be after the next product with Q."""
+    return 2 * max(stack, (SQUARES[form] - 1) * square) + square
+
+
+def workspace_bytes(m: int, n: int, item: int = 2, form: str = "gram") -> int:
+    """Bytes that one [m, n] matrix takes."""
     m, n = padded(m), padded(n)
-    return item * (2 * m * n + SQUARES * m * m)
+    stack, square = item * m * n, item * m * m
+    return min(room(form, stack, square), shared_room(form, stack, square))
 
 
 def by_shape(stacks: Sequence[Stack]) -> list[Batch]:
@@ -88,7 +99,12 @@ def by_short_side(
     for group in _grouped(stacks, lambda stack: (stack.short, form(stack.short, stack.long), stack.device)):
         ordered = sorted(group, key=lambda piece: -stacks[piece.stack].long)
         first = stacks[ordered[0].stack]
-        batches.extend(_cut(ordered, stacks, budget, first.short, sms(first.device)))
+        singles = [Piece(p.stack, i, i + 1) for p in ordered for i in range(p.start, p.stop)]
+        how = form(first.short, first.long)
+        sizes = [workspace_bytes(first.short, stacks[p.stack].long, form=how) for p in singles]
+        device = replace(H200, sms=sms(first.device))
+        seconds = functools.partial(recurrence_seconds, m=first.short, backend=how, device=device)
+        batches.extend(_joined(singles[start:stop]) for start, stop in _cuts(sizes, budget, functools.cache(seconds)))
     return batches
 
 
@@ -100,23 +116,22 @@ def _grouped(stacks: Sequence[Stack], key: Callable[[Stack], object]) -> list[Ba
     return [tuple(pieces) for pieces in groups.values()]
 
 
-def _cut(pieces: Sequence[Piece], stacks: Sequence[Stack], budget: int, m: int, sms: int) -> Iterator[Batch]:
-    """Consecutive batches that fit, cut where the M×M recurrences over all of them take the least predicted time."""
-    singles = [Piece(p.stack, i, i + 1) for p in pieces for i in range(p.start, p.stop)]
-    sizes = [workspace_bytes(m, stacks[p.stack].long) for p in singles]
+def _cuts(sizes: Sequence[int], budget: int, seconds: Callable[[int], float]) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges that fit the budget, or hold one size that does not, and take the least time together.
+
+    Args:
+        seconds: of a range of so many.
+    """
     sum_of = [*itertools.accumulate(sizes, initial=0)]
-    device = replace(H200, sms=sms)
-    seconds = functools.cache(lambda count: recurrence_seconds(count, m, device=device))
-    # From the end: the least time of what begins at `start`, and where its first batch ends.
-    best = [(0.0, 0)] * (len(singles) + 1)
-    for start in reversed(range(len(singles))):
+    # From the end: the least time of what begins at `start`, and where its first range ends.
+    best = [(0.0, 0)] * (len(sizes) + 1)
+    for start in reversed(range(len(sizes))):
         furthest = max(start + 1, bisect.bisect_right(sum_of, sum_of[start] + budget) - 1)
         best[start] = min((seconds(stop - start) + best[stop][0], stop) for stop in range(start + 1, furthest + 1))
     start = 0
-    while start < len(singles):
-        stop = best[start][1]
-        yield _joined(singles[start:stop])
-        start = stop
+    while start < len(sizes):
+        yield start, best[start][1]
+        start = best[start][1]
 
 
 def _joined(singles: Sequence[Piece]) -> Batch:

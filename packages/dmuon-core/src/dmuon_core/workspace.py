@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmuon_core.batching import SQUARES, padded
+from dmuon_core.batching import SQUARES, padded, room, shared_room
 from dmuon_core.coefficients import Triple
 from dmuon_core.iteration import Backend, add_to_diagonal_, iterate
 from dmuon_core.syrk.builtin import full_precision_reduction
@@ -104,56 +104,96 @@ class Recipe:
     dtype: torch.dtype
     parts: tuple[Part, ...]
 
+    def products(self) -> Iterator[int]:
+        """How many M×M results every Q takes, from R to itself."""
+        for segment in self.segments:
+            if self.form == "direct":
+                yield from [2] * len(segment)
+            else:
+                yield 4 * len(segment) - 2
+
     @property
-    def sizes(self) -> list[int]:
-        """Elements of every buffer: the M×M ones, X before and X after a product with Q."""
-        squares = sum(part.count for part in self.parts) * padded(self.parts[0].m) ** 2
-        return [squares] * SQUARES + [part.elements for part in self.parts] * 2
+    def square_bytes(self) -> int:
+        """Of one M×M buffer of the whole batch."""
+        m = padded(self.parts[0].m)
+        return _aligned(sum(part.count for part in self.parts) * m * m * self.dtype.itemsize)
+
+    @property
+    def stack_bytes(self) -> int:
+        """Of all matrices X."""
+        return sum(_aligned(part.elements * self.dtype.itemsize) for part in self.parts)
+
+    @property
+    def shares(self) -> bool:
+        """Whether M×M buffers lie where X will be after the next product with Q: where that takes less memory."""
+        sizes = self.form, self.stack_bytes, self.square_bytes
+        return shared_room(*sizes) < room(*sizes)
 
     @property
     def nbytes(self) -> int:
-        return sum(_aligned(size * self.dtype.itemsize) for size in self.sizes)
+        sizes = self.form, self.stack_bytes, self.square_bytes
+        return shared_room(*sizes) if self.shares else room(*sizes)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _BOUNDARY) * _BOUNDARY
 
 
-def _carve(memory: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
-    """``sizes`` elements of ``dtype`` each, one after the other in ``memory``."""
-    starts = itertools.accumulate([0, *(_aligned(size * dtype.itemsize) for size in sizes)])
-    return [
-        memory[start : start + size * dtype.itemsize].view(dtype) for start, size in zip(starts, sizes, strict=False)
-    ]
-
-
 class Buffers:
-    """The buffers of a recipe, carved out of one piece of memory, and the products that write into them."""
+    """The buffers of a recipe, carved out of one piece of memory, and the products that write into them.
+
+    X goes from one half of the memory to the other with every product with Q. Where the recipe shares, all M×M buffers
+    but one lie in the half where X is not, and the last one, apart, takes the Q that the other half is written with.
+    """
 
     def __init__(self, recipe: Recipe, memory: Tensor, kernel: KernelChoice) -> None:
-        m = padded(recipe.parts[0].m)
-        pieces = _carve(memory, recipe.dtype, recipe.sizes)
-        self._squares = [piece.view(-1, m, m) for piece in pieces[:SQUARES]]
-        stacks = [part.shaped(piece) for part, piece in zip(recipe.parts * 2, pieces[SQUARES:], strict=True)]
-        self._stacks = stacks[: len(recipe.parts)], stacks[len(recipe.parts) :]
+        stack, square = recipe.stack_bytes, recipe.square_bytes
+        count = SQUARES[recipe.form]
+        self._recipe = recipe
+        self._kernel = kernel
+        half = max(stack, (count - 1) * square) if recipe.shares else stack
+        starts = [0, half]
+        self._stacks = [self._stacks_at(memory, start) for start in starts]
+        if recipe.shares:
+            # By the half that X is in: the squares of the other one.
+            free = [[start + i * square for i in range(count - 1)] + [2 * half] for start in reversed(starts)]
+        else:
+            free = [[2 * half + i * square for i in range(count)]] * 2
+        self._squares = [[self._square_at(memory, start) for start in each] for each in free]
         bounds = itertools.accumulate([0, *(part.count for part in recipe.parts)])
         self._slices = [slice(i, j) for i, j in itertools.pairwise(bounds)]
-        self._kernel = kernel
-        self._next = 0
+        self.rewind()
+
+    def _stacks_at(self, memory: Tensor, start: int) -> list[Tensor]:
+        dtype, stacks = self._recipe.dtype, []
+        for part in self._recipe.parts:
+            nbytes = part.elements * dtype.itemsize
+            stacks.append(part.shaped(memory[start : start + nbytes].view(dtype)))
+            start += _aligned(nbytes)
+        return stacks
+
+    def _square_at(self, memory: Tensor, start: int) -> Tensor:
+        m, dtype = padded(self._recipe.parts[0].m), self._recipe.dtype
+        nbytes = sum(part.count for part in self._recipe.parts) * m * m * dtype.itemsize
+        return memory[start : start + nbytes].view(dtype).view(-1, m, m)
 
     @property
     def inputs(self) -> list[Tensor]:
         return self._stacks[0]
 
     def rewind(self) -> None:
-        """Back to the first buffer, so that every run writes to the same addresses."""
+        """Back to the first buffers, so that every run writes to the same addresses."""
+        self._side = 0
         self._next = 0
+        self._products = self._recipe.products()
 
     def _square(self) -> Tensor:
         self._next += 1
-        return self._squares[(self._next - 1) % SQUARES]
+        return self._squares[self._side][(self._next - 1) % len(self._squares[self._side])]
 
     def gram(self, xs: Sequence[Tensor]) -> Tensor:
+        # The last product before Q X is Q, which belongs into the last buffer.
+        self._next = -next(self._products) % SQUARES[self._recipe.form]
         r_BMM = self._square()
         for x_BMN, at in zip(xs, self._slices, strict=True):
             if self._kernel.prefers_whole(x_BMN, None, x_BMN.mT):
@@ -175,7 +215,10 @@ class Buffers:
         return self._kernel.multiply(a, b, out=self._square())
 
     def apply(self, q: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        outs = self._stacks[1] if xs[0].data_ptr() == self._stacks[0][0].data_ptr() else self._stacks[0]
+        if self._recipe.shares:
+            assert q.data_ptr() == self._squares[self._side][-1].data_ptr(), "Q would be written over"
+        self._side = 1 - self._side
+        outs = self._stacks[self._side]
         for x_BMN, out_BMN, at in zip(xs, outs, self._slices, strict=True):
             self._kernel.multiply(q[at], x_BMN, out=out_BMN)
         return outs

@@ -195,7 +195,8 @@ class Group:
 
     def note_copied(self, members: Sequence[DedicatedParam]) -> None:
         """Some of :meth:`places` were written."""
-        self._current_buckets().note_copied(members)
+        assert self._buckets is not None, "places are in buckets"
+        self._buckets.note_copied(members)
 
     def publish(self) -> None:
         """Send the owned parameters to their place in the other replicas; on all ranks."""

@@ -12,6 +12,7 @@ with most.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -150,11 +151,11 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cuda:nccl,cpu:gloo" if on_gpu else "gloo")
     mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
-    rows = [measure(variant, mesh, options) for variant in options.variants]
-    if dist.get_rank() == 0:
-        print("| | GB | save s | GB/s | GPU MiB | host MiB | load s | GB/s | GPU MiB | host MiB |")
-        print("|---|" + "---|" * 9)
-        print("\n".join(rows))
+    say = functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *_: None
+    say("| | GB | save s | GB/s | GPU MiB | host MiB | load s | GB/s | GPU MiB | host MiB |")
+    say("|---|" + "---|" * 9)
+    for variant in options.variants:
+        say(measure(variant, mesh, options))
     dist.destroy_process_group()
 
 

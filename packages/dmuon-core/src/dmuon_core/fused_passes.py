@@ -20,9 +20,12 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def takes(target: Target) -> bool:
     """Whether every matrix of the target is a part of its memory, in a dtype that the kernels know."""
-    tensors = [target.weight, target.buffer, *([] if target.copy is None else [target.copy])]
-    known = all(x.dtype in _DTYPES for x in (*tensors, target.grad))
-    return known and all(x.is_contiguous() for x in tensors)
+    weight, grad, buffer, copy = target.weight, target.grad, target.buffer, target.copy
+    if weight.dtype not in _DTYPES or grad.dtype not in _DTYPES or buffer.dtype not in _DTYPES:
+        return False
+    if copy is not None and not (copy.dtype in _DTYPES and copy.is_contiguous()):
+        return False
+    return weight.is_contiguous() and buffer.is_contiguous()
 
 
 def update_(targets: Sequence[Target], options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns) -> None:
@@ -74,7 +77,7 @@ class _Block:
     scale: float
 
     def cut(self, piece: Piece) -> _Block:
-        if piece.stop - piece.start == len(self.weight):
+        if piece.stop - piece.start == self.weight.shape[0]:
             return self
         at = slice(piece.start, piece.stop)
         copy = None if self.copy is None else self.copy[at]

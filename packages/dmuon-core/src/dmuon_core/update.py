@@ -66,11 +66,12 @@ def muon_update_(
     schedule = ns.schedule(ns_steps, ns_coefficients)
     options = Options(lr, weight_decay, momentum, nesterov, adjust_lr_fn)
     targets = [*map(Target, weights, grads, buffers, parsed, present, copied)]
-    others = []
+    others: list[Target] = []
     for device, here in _by_device(targets).items():
         fns = ns.update_fns(device)
-        fused = [target for target in here if fns is not None and fused_passes.takes(target)]
-        others += here if fns is None else [target for target in here if not fused_passes.takes(target)]
+        fused: list[Target] = []
+        for target in here:
+            (fused if fns is not None and fused_passes.takes(target) else others).append(target)
         if fns is not None and fused:
             fused_passes.update_(fused, options, ns, schedule, fns)
     passes.update_(others, options, ns, schedule)

@@ -130,20 +130,18 @@ def _grouped(
     """The matrices of all stacks, by what a launch cannot mix."""
     calls: dict[object, _Call] = {}
     for i, (first, second, last, present) in enumerate(zip(firsts, seconds, lasts, presence, strict=True)):
+        count = first.shape[0]
         if not first.numel():
             continue
         scale = 1.0 if scales is None else scales[i]
-        key = (
-            first.shape[1:],
-            scale,
-            tuple(_look(x) for x in (first, second, last)),
-            None if present is None else (present.dtype),
-        )
-        if key not in calls:
-            calls[key] = _Call((first, second, last, present), scale, [])
+        key = scale, _look(first), _look(second), _look(last), None if present is None else present.dtype
+        call = calls.get(key)
+        if call is None:
+            call = calls[key] = _Call((first, second, last, present), scale, [])
         at = _NOTHING if present is None else present.data_ptr()
-        ranges = zip(_addresses(first), _addresses(second), _addresses(last, len(first)), strict=True)
-        calls[key].addresses += [found for a, b, c in ranges for found in (a, b, at, c)]
+        parts = _addresses(first, count), _addresses(second, count), _addresses(last, count)
+        for a, b, c in zip(*parts, strict=True):
+            call.addresses += (a, b, at, c)
     return list(calls.values())
 
 
@@ -151,12 +149,12 @@ def _look(x_BMN: Tensor | None) -> object:
     return None if x_BMN is None else (x_BMN.shape[1:], x_BMN.stride()[1:], x_BMN.dtype)
 
 
-def _addresses(x_BMN: Tensor | None, count: int = 0) -> Sequence[int]:
+def _addresses(x_BMN: Tensor | None, count: int) -> Sequence[int]:
     """Of every matrix of a stack."""
     if x_BMN is None:
         return [_NOTHING] * count
-    step = x_BMN.stride(0) * x_BMN.element_size()
-    return [x_BMN.data_ptr() + i * step for i in range(len(x_BMN))]
+    first, step = x_BMN.data_ptr(), x_BMN.stride(0) * x_BMN.element_size()
+    return range(first, first + count * step, step) if count > 1 else (first,)
 
 
 def _with_tables(calls: Sequence[_Call]) -> Iterator[tuple[_Call, Tensor]]:

@@ -22,6 +22,7 @@ import functools
 import json
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +249,7 @@ def main(arguments: list[str] | None = None) -> str:
                 for product in products(shape, getattr(torch, dtype), data, choice, options.exact, device):
                     times = measure(product, options.rounds)
                     rows.append(row(product, dtype, data, times))
+                    print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
                     sizes = {"kind": product.kind, "batch": product.batch, "m": product.m, "k": product.k}
                     results.append({**sizes, "dtype": dtype, "data": data, "us": times, "auto": product.auto})
     if options.out is not None:

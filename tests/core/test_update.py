@@ -175,3 +175,28 @@ def test_empty_lists_and_empty_matrices():
         empty = torch.zeros(shape)
         muon_update_([empty], [empty], [empty.clone()], lr=0.1)
         assert math.prod(empty.shape) == 0
+
+
+def test_lists_and_rates_that_do_not_fit_are_refused_before_anything_changes():
+    weights = [gaussian(8, 8, seed=i) for i in range(3)]
+    buffers = [torch.zeros(8, 8) for _ in weights]
+    wrong = {
+        "presence": {"presence": [None]},
+        "copies must have one": {"copies": [None]},
+        r"copies\[1\] must have": {"copies": [None, torch.empty(8, 4), None]},
+        "one-element tensor": {"lr": torch.ones(2)},
+    }
+    for match, options in wrong.items():
+        with pytest.raises(ValueError, match=match):
+            muon_update_(weights, weights, buffers, **{"lr": 0.1, **options})
+    with pytest.raises(ValueError, match="twice"):
+        muon_update_(weights[:1] * 2, weights[:2], buffers[:2], lr=0.1)
+    assert not any(buffer.any() for buffer in buffers)
+
+
+def test_copies_take_the_new_weights_in_their_own_dtype():
+    weights = [gaussian(8, 16, seed=i) for i in range(2)]
+    copies = [torch.empty(8, 16, dtype=torch.bfloat16), None]
+    grads = [w.clone() for w in weights]
+    muon_update_(weights, grads, [torch.zeros(8, 16) for _ in weights], lr=0.1, copies=copies)
+    assert torch.equal(copies[0], weights[0].bfloat16())

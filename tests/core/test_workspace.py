@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dmuon_core import POLAR_EXPRESS, NewtonSchulz, get_ns_backend, muon_update_, newton_schulz, workspace
-from dmuon_core.batching import Piece, Stack, by_shape, by_short_side, padded, workspace_bytes
+from dmuon_core.batching import Piece, Stack, _cuts, by_shape, by_short_side, least_room, padded, workspace_bytes
 from dmuon_core.iteration import FreshArithmetic, iterate
 from dmuon_core.normalize import normalize, normalize_into
 from dmuon_core.syrk.ladder import KernelChoice
@@ -64,9 +64,8 @@ def test_matrices_that_share_memory_with_what_comes_next(form, restarts):
         with workspace.factors(inputs, **options) as factors:
             for x, factor in zip(inputs, factors, strict=True):
                 (want,) = iterate(form, [x.half()], segments, FreshArithmetic(kernel))
-                assert relative_error(factor, want) <= 0.05, (
-                    lengths
-                )  # without restarts roundings grow; a wrong buffer gives 1
+                # Without restarts roundings grow; a wrong buffer gives 1.
+                assert relative_error(factor, want) <= 0.05, lengths
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -172,9 +171,45 @@ def test_batches_cover_every_matrix_once_and_fit_the_budget():
     assert sorted(seen) == [(s, i) for s, each in enumerate(stacks) for i in range(each.count)]
     for batch in batches:
         assert len({stacks[p.stack].short for p in batch}) == 1
-        taken = sum((p.stop - p.start) * workspace_bytes(stacks[p.stack].short, stacks[p.stack].long) for p in batch)
-        assert taken <= budget
+        assert bytes_of_plan(batch, stacks) <= budget
     assert len(batches) >= 4
+
+
+def bytes_of_plan(batch, stacks):
+    parts = tuple(workspace.Part(p.stop - p.start, stacks[p.stack].short, stacks[p.stack].long, True) for p in batch)
+    return workspace.Recipe("gram", (POLAR_EXPRESS.triples,), torch.float16, parts).nbytes
+
+
+def test_what_a_plan_takes_is_within_the_budget_for_mixed_long_sides():
+    """Of one matrix sharing memory may be the better, of the whole batch not."""
+    stacks = [stack(7, 1024, 1664), stack(5, 1024, 3072), stack(6, 1024, 4096)]
+    for budget in (24, 60, 97, 120):
+        batches = by_short_side(stacks, budget=budget * 2**20, sms=lambda device: 132)
+        assert max(bytes_of_plan(batch, stacks) for batch in batches) <= budget * 2**20, budget
+
+
+@pytest.mark.parametrize("count", [1, 5, 9, 11])
+def test_cuts_are_the_best_of_all(count):
+    sizes = [(3, 1)] * count
+    seconds = {n: (n // 3 + 1) * 1.0 + 0.01 * n for n in range(1, 12)}
+
+    def fitting(left):
+        if not left:
+            yield ()
+        for first in range(1, left + 1):
+            if first == 1 or least_room("gram", 3 * first, first) <= 55:
+                yield from ((first, *rest) for rest in fitting(left - first))
+
+    got = [stop - start for start, stop in _cuts(sizes, 55, "gram", seconds.__getitem__)]
+    assert sum(got) == count
+    assert sum(map(seconds.get, got)) == pytest.approx(min(sum(map(seconds.get, each)) for each in fitting(count)))
+
+
+def test_equal_cuts_are_preferred_to_others_that_take_as_long():
+    """Every other length of a batch is another plan, another graph."""
+    batches = by_short_side([stack(24, 2048, 2048)], budget=512 * 2**20, sms=lambda device: 132)
+    lengths = [sum(p.stop - p.start for p in batch) for batch in batches]
+    assert len(set(lengths)) == 1, lengths
 
 
 def test_a_matrix_over_the_budget_goes_alone():

@@ -373,3 +373,32 @@ def last_micro_batch_skips_a_block() -> None:
 def test_the_last_micro_batch_may_skip_a_block(ranks):
     """Its gradients from the micro-batches before were once kept for good."""
     ranks(2, last_micro_batch_skips_a_block)
+
+
+def run_step_that_fails_between_its_groups(replicas):
+    """Muon has stepped and left its weights for the next forward, AdamW fails on every rank."""
+    twins = Twins(wrapping=wrap_hsdp, replicas=replicas, shards=2 // replicas)
+    twins.optimizers()
+    twins.train(2)
+    twins.backward()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*args):
+            raise MemoryError("no memory for AdamW")
+
+        patch.setattr("dmuon_fsdp.optim.muon.adamw_on_parts", fail)
+        with pytest.raises(MemoryError):
+            twins.optimizer.step()
+    twins.zero_grad()
+    if replicas > 1:
+        with pytest.raises(RuntimeError, match=r"dmuon\.publish"):
+            next_token_loss(twins.model, 0)
+        dmuon.reset(twins.model)
+        dmuon.publish(twins.model)
+    check_replicas(twins)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_that_fails_in_the_middle_leaves_no_two_weights(ranks, replicas):
+    """Weights noted as sent before they were: replicas computed with different ones, and nothing said so."""
+    ranks(2, run_step_that_fails_between_its_groups, replicas)

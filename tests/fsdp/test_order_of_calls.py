@@ -142,12 +142,15 @@ def test_every_accepted_order_trains_alike_and_moves_every_parameter(ranks):
     ranks(2, every_order)
 
 
-def replaced_under_the_optimizer():
+def replaced_under_the_optimizer(after_backward):
     whole = built().state_dict()
     model, optimizer = usual(built())
     member = dmuon.dedicated_params(model)[0]
+    if after_backward:
+        next_token_loss(model, dist.get_rank()).backward()
     model.load_state_dict({member.fqn: whole[member.fqn]}, assign=True, strict=False)
-    next_token_loss(model, dist.get_rank()).backward()
+    if not after_backward:
+        next_token_loss(model, dist.get_rank()).backward()
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -155,9 +158,10 @@ def replaced_under_the_optimizer():
     return "accepted"
 
 
-def test_parameters_replaced_after_the_optimizer_are_noticed(ranks):
-    """The optimizer once stepped on what was no longer in the model."""
-    for message in ranks(2, replaced_under_the_optimizer):
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_parameters_replaced_after_the_optimizer_are_noticed(ranks, after_backward):
+    """The optimizer once stepped on what was no longer in the model, or silently on nothing."""
+    for message in ranks(2, replaced_under_the_optimizer, after_backward):
         assert "'blocks.0.q.weight'" in message
         assert "dmuon.Muon(model) after that" in message
 

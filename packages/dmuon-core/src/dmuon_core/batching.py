@@ -5,9 +5,9 @@ Legend: M the short side, N the long one.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +20,8 @@ SQUARES = {"gram": 5, "direct": 2}
 """M×M buffers of a batch by form: what one step of it reads and writes."""
 
 _ALIGNMENT = 16
+_ITEM = 2  # bytes of an entry in half precision
+_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,15 @@ def shared_room(form: str, stack: int, square: int) -> int:
     return 2 * max(stack, (SQUARES[form] - 1) * square) + square
 
 
-def workspace_bytes(m: int, n: int, item: int = 2, form: str = "gram") -> int:
-    """Bytes that one [m, n] matrix takes."""
-    m, n = padded(m), padded(n)
-    stack, square = item * m * n, item * m * m
+def least_room(form: str, stack: int, square: int) -> int:
+    """The better of the two."""
     return min(room(form, stack, square), shared_room(form, stack, square))
+
+
+def workspace_bytes(m: int, n: int, form: str = "gram") -> int:
+    """Bytes that one [m, n] matrix in half precision takes."""
+    m, n = padded(m), padded(n)
+    return least_room(form, _ITEM * m * n, _ITEM * m * m)
 
 
 def by_shape(stacks: Sequence[Stack]) -> list[Batch]:
@@ -101,10 +107,11 @@ def by_short_side(
         first = stacks[ordered[0].stack]
         singles = [Piece(p.stack, i, i + 1) for p in ordered for i in range(p.start, p.stop)]
         how = form(first.short, first.long)
-        sizes = [workspace_bytes(first.short, stacks[p.stack].long, form=how) for p in singles]
+        m = padded(first.short)
+        sizes = [(_ITEM * m * padded(stacks[p.stack].long), _ITEM * m * m) for p in singles]
         device = replace(H200, sms=sms(first.device))
-        seconds = functools.partial(recurrence_seconds, m=first.short, backend=how, device=device)
-        batches.extend(_joined(singles[start:stop]) for start, stop in _cuts(sizes, budget, functools.cache(seconds)))
+        seconds = functools.cache(functools.partial(recurrence_seconds, m=first.short, backend=how, device=device))
+        batches.extend(_joined(singles[start:stop]) for start, stop in _cuts(sizes, budget, how, seconds))
     return batches
 
 
@@ -116,22 +123,32 @@ def _grouped(stacks: Sequence[Stack], key: Callable[[Stack], object]) -> list[Ba
     return [tuple(pieces) for pieces in groups.values()]
 
 
-def _cuts(sizes: Sequence[int], budget: int, seconds: Callable[[int], float]) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges that fit the budget, or hold one size that does not, and take the least time together.
+def _cuts(
+    sizes: Sequence[tuple[int, int]], budget: int, form: str, seconds: Callable[[int], float]
+) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges that take the least time together; of equal ones those of the most equal lengths.
 
     Args:
-        seconds: of a range of so many.
+        sizes: bytes of every X and every M×M buffer.
+        budget: what a range may take; a single matrix may take more.
+        seconds: predicted, by the length of a range.
     """
-    sum_of = [*itertools.accumulate(sizes, initial=0)]
-    # From the end: the least time of what begins at `start`, and where its first range ends.
-    best = [(0.0, 0)] * (len(sizes) + 1)
+    ends = [0, 0], *itertools.accumulate(sizes, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+    # From the end: time and sum of squared lengths of what begins at `start`, and where its first range ends.
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)] * (len(sizes) + 1)
+    furthest = len(sizes)
     for start in reversed(range(len(sizes))):
-        furthest = max(start + 1, bisect.bisect_right(sum_of, sum_of[start] + budget) - 1)
-        best[start] = min((seconds(stop - start) + best[stop][0], stop) for stop in range(start + 1, furthest + 1))
+        while furthest > start + 1 and least_room(form, *map(operator.sub, ends[furthest], ends[start])) > budget:
+            furthest -= 1
+        # Far below what fits there is nothing to gain: waves are full or not by a few matrices.
+        best[start] = min(
+            (round(seconds(stop - start) + best[stop][0], 12), (stop - start) ** 2 + best[stop][1], stop)
+            for stop in range(max(start + 1, furthest - _CANDIDATES), furthest + 1)
+        )
     start = 0
     while start < len(sizes):
-        yield start, best[start][1]
-        start = best[start][1]
+        yield start, best[start][2]
+        start = best[start][2]
 
 
 def _joined(singles: Sequence[Piece]) -> Batch:

@@ -1,4 +1,4 @@
-"""The update in fused kernels, batch by batch: one read and one write of everything before Newton-Schulz and after."""
+"""The update in fused kernels, batch by batch: two passes over memory before Newton-Schulz, one after it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def takes(target: Target) -> bool:
-    """Whether every matrix of the target is a part of its memory, in a dtype that the kernels know."""
-    weight, grad, buffer, copy = target.weight, target.grad, target.buffer, target.copy
-    if weight.dtype not in _DTYPES or grad.dtype not in _DTYPES or buffer.dtype not in _DTYPES:
+    """Whether every matrix of the target is a part of its memory, in dtypes that the kernels know, on one device."""
+    weight, grad, buffer = target.weight, target.grad, target.buffer
+    tensors = [x for x in (weight, grad, buffer, target.copy, target.presence) if x is not None]
+    if any(x.dtype not in _DTYPES or x.device != weight.device for x in tensors):
         return False
-    if copy is not None and not (copy.dtype in _DTYPES and copy.is_contiguous()):
-        return False
-    return weight.is_contiguous() and buffer.is_contiguous()
+    return weight.is_contiguous() and buffer.is_contiguous() and (target.copy is None or target.copy.is_contiguous())
 
 
 def update_(targets: Sequence[Target], options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns) -> None:
@@ -41,12 +40,12 @@ def update_(targets: Sequence[Target], options: Options, ns: NewtonSchulz, sched
 
     for batch in ns.batches([stack for target in targets for stack in target.stacks]):
         _step([piece_of(piece) for piece in batch], options, ns, schedule, fns)
-    # What torch did not write itself: autograd refuses a backward through the weights of before.
-    increment_version([x for t in targets for x in (t.weight, t.buffer, t.copy) if x is not None])
 
 
 def _step(pieces: Sequence[_Block], options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns) -> None:
     grads, presence = [piece.grad for piece in pieces], [piece.presence for piece in pieces]
+    # torch does not see what is written: autograd must refuse a backward through the weights of before.
+    increment_version([x for piece in pieces for x in (piece.weight, piece.buffer, piece.copy) if x is not None])
 
     def write(outs: Sequence[Tensor]) -> None:
         buffers = [piece.buffer for piece in pieces]

@@ -48,6 +48,7 @@ __all__ = [
     "newton_schulz",
 ]
 
+_PLANS = 256  # of batches; a model has a handful, one with routed experts another in every step
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -200,6 +201,8 @@ class NewtonSchulz:
         """How :meth:`factors` is to be called for ``stacks``, each matrix once."""
         key = tuple(stacks)
         if key not in self._batches:
+            if len(self._batches) >= _PLANS:
+                self._batches.clear()
             on_gpu = [i for i, stack in enumerate(stacks) if self._has_workspace(stack.device)]
             others = [i for i in range(len(stacks)) if i not in set(on_gpu)]
             budget = self.workspace_mib * 2**20

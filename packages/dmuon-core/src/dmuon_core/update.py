@@ -55,17 +55,23 @@ def muon_update_(
         copies: for each weight None, or a tensor of its shape that takes the new weight, rounded to that tensor's
             dtype: what a forward computes with, written while the weight is at hand.
 
+    Kernels that take all of this in three passes run where they can: half-precision Newton-Schulz on a GPU, not
+    deterministic, contiguous weights, buffers and copies in float32, float16 or bfloat16, everything on one device.
+
     Raises:
-        ValueError: lists of different length, shapes that differ, or a weight that its view cannot read.
+        ValueError: lists of different length, a weight twice, shapes that differ, a weight that its view cannot read,
+            or an ``lr`` with more than one element or on another device.
     """
     ns = newton_schulz if newton_schulz is not None else NewtonSchulz()
     nothing = [None] * len(weights)
     parsed = [MatrixView.parse(view) for view in (nothing if views is None else views)]
     present, copied = nothing if presence is None else presence, nothing if copies is None else copies
-    _check_lists(weights, grads, buffers, parsed, copied)
+    _check_lists(weights, grads, buffers, parsed, present, copied)
+    _check_lr(lr, weights)
     schedule = ns.schedule(ns_steps, ns_coefficients)
     options = Options(lr, weight_decay, momentum, nesterov, adjust_lr_fn)
-    targets = [*map(Target, weights, grads, buffers, parsed, present, copied)]
+    parts = zip(weights, grads, buffers, parsed, present, copied, strict=True)
+    targets = [Target(*each) for each in parts]
     others: list[Target] = []
     for device, here in _by_device(targets).items():
         fns = ns.update_fns(device)
@@ -75,6 +81,18 @@ def muon_update_(
         if fns is not None and fused:
             fused_passes.update_(fused, options, ns, schedule, fns)
     passes.update_(others, options, ns, schedule)
+
+
+def _check_lr(lr: LearningRate, weights: Sequence[Tensor]) -> None:
+    if not isinstance(lr, Tensor):
+        return
+    if lr.numel() != 1:
+        raise ValueError(f"lr must be a number or a one-element tensor, got shape {tuple(lr.shape)}")
+    others = {str(weight.device) for weight in weights} - {str(lr.device)}
+    if lr.device.type != "cpu" and others:
+        raise ValueError(
+            f"lr is on {lr.device}, weights are on {', '.join(sorted(others))}: give a number or a CPU tensor"
+        )
 
 
 def _by_device(targets: Sequence[Target]) -> dict[torch.device, list[Target]]:
@@ -89,13 +107,17 @@ def _check_lists(
     grads: Sequence[Tensor],
     buffers: Sequence[Tensor],
     views: Sequence[MatrixView],
+    presence: Sequence[Tensor | None],
     copies: Sequence[Tensor | None],
 ) -> None:
-    if not len(weights) == len(grads) == len(buffers) == len(views) == len(copies):
+    lists = weights, grads, buffers, views, presence, copies
+    if len({len(each) for each in lists}) > 1:
         raise ValueError(
-            f"weights, grads, buffers, views and copies must have one entry a parameter, got "
-            f"{len(weights)}, {len(grads)}, {len(buffers)}, {len(views)} and {len(copies)}"
+            f"weights, grads, buffers, views, presence and copies must have one entry a parameter, got "
+            f"{', '.join(str(len(each)) for each in lists)}"
         )
+    if len({id(weight) for weight in weights}) < len(weights):
+        raise ValueError("weights has one tensor twice: give every parameter once")
     for i, (weight, grad, buffer, view) in enumerate(zip(weights, grads, buffers, views, strict=True)):
         if not weight.shape == grad.shape == buffer.shape:
             raise ValueError(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmuon_core.batching import SQUARES, padded, room, shared_room
+from dmuon_core.batching import SQUARES, least_room, padded, room, shared_room
 from dmuon_core.coefficients import Triple
 from dmuon_core.iteration import Backend, add_to_diagonal_, iterate
 from dmuon_core.syrk.builtin import full_precision_reduction
@@ -132,7 +132,7 @@ class Recipe:
     @property
     def nbytes(self) -> int:
         sizes = self.form, self.stack_bytes, self.square_bytes
-        return shared_room(*sizes) if self.shares else room(*sizes)
+        return least_room(*sizes)
 
 
 def _aligned(nbytes: int) -> int:

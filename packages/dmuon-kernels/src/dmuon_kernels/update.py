@@ -71,7 +71,7 @@ def triton_apply(
     presence: Sequence[Tensor | None],
 ) -> None:
     """The step, and the new weights in ``copies`` (:class:`dmuon_core.syrk.contract.ApplyFn`)."""
-    reads_lr = isinstance(lr, Tensor) and lr.device.type == weights[0].device.type != "cpu"
+    reads_lr = isinstance(lr, Tensor) and lr.device.type != "cpu"
     rate = 0.0 if reads_lr else float(lr)
     for call, table in _with_tables(_grouped(weights, factors, copies, presence, scales)):
         weight_BMN, factor_BMN, copy_BMN, present = call.first
@@ -154,7 +154,7 @@ def _addresses(x_BMN: Tensor | None, count: int) -> Sequence[int]:
     if x_BMN is None:
         return [_NOTHING] * count
     first, step = x_BMN.data_ptr(), x_BMN.stride(0) * x_BMN.element_size()
-    return range(first, first + count * step, step) if count > 1 else (first,)
+    return [first + i * step for i in range(count)]
 
 
 def _with_tables(calls: Sequence[_Call]) -> Iterator[tuple[_Call, Tensor]]:
@@ -164,7 +164,7 @@ def _with_tables(calls: Sequence[_Call]) -> Iterator[tuple[_Call, Tensor]]:
     device = calls[0].first[0].device
     addresses = [found for call in calls for found in call.addresses]
     # torch keeps pinned memory until the copy is done.
-    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     table = table.to(device, non_blocking=True)
     yield from zip(calls, table.split([len(call.addresses) for call in calls]), strict=True)
 

@@ -60,6 +60,8 @@ class NormalizeFn(Protocol):
 class DirectFn(Protocol):
     """Momentum in place, then the direction normalized and cast: ``momentum_`` followed by ``normalize_into``.
 
+    The direction itself is in float32, of a buffer in half precision as it is stored.
+
     Args:
         grads, buffers: stacks ``[B, M, N]`` of any strides; float32, float16 or bfloat16.
         outs: as in ``normalize_into``; float16 or bfloat16.

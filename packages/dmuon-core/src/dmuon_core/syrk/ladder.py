@@ -107,8 +107,8 @@ def _load_and_check(spec: SyrkSpec, device: torch.device) -> SyrkFn | str:
 def _accuracy_complaint(fn: SyrkFn, device: torch.device) -> str | None:
     """A product that any right kernel gets: small integers, exact in every dtype, two tiles of 128 a side."""
     generator = torch.Generator().manual_seed(0)
-    a = torch.randint(-2, 3, (2, 144, 64), generator=generator).to(device, torch.float16)
-    c = torch.tril(torch.randint(-2, 3, (2, 144, 144), generator=generator)).to(device, torch.float16)
+    a = torch.randint(-2, 3, (2, 144, 64), device="cpu", generator=generator).to(device, torch.float16)
+    c = torch.tril(torch.randint(-2, 3, (2, 144, 144), device="cpu", generator=generator)).to(device, torch.float16)
     want = a.cpu().float() @ a.cpu().float().mT + 2 * (c + torch.tril(c, -1).mT).cpu().float()
     got = fn(a, None, c, alpha=1.0, beta=2.0).cpu().float()
     wrong = int((got != want).sum())

@@ -21,7 +21,7 @@ def loose_kernel(spec: SyrkSpec, device: torch.device) -> SyrkFn | None:
 def _complaint(fn: SyrkFn, device: torch.device) -> str | None:
     """As at the load of an exact kernel: small integers, exact in half precision. All of C counts, so it is whole."""
     generator = torch.Generator().manual_seed(0)
-    a, half = (torch.randint(-2, 3, (2, 144, k), generator=generator).float() for k in (64, 144))
+    a, half = (torch.randint(-2, 3, (2, 144, k), device="cpu", generator=generator).float() for k in (64, 144))
     c = half + half.mT
     got = fn(a.to(device, torch.float16), None, c.to(device, torch.float16), alpha=1.0, beta=2.0)
     wrong = int((got.cpu().float() != a @ a.mT + 2 * c).sum())

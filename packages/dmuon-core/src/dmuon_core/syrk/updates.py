@@ -26,30 +26,42 @@ def update_of(specs: Iterable[SyrkSpec], device: torch.device) -> UpdateFns | No
 
 
 def _complaint(fns: UpdateFns | None, device: torch.device) -> str | None:
-    """Why two small stacks, one of them transposed, one without a gradient, do not come out as core computes them."""
+    """Why stacks of small matrices do not come out as core computes them.
+
+    Both layouts, padding, two scales, a learning rate on the device, and each pass once for a parameter that nobody has
+    a gradient for.
+    """
     if fns is None:
         return None
     generator = torch.Generator().manual_seed(0)
-    weight, grad, buffer = torch.randn(3, 3, 20, 40, generator=generator).to(device)
-    absent = torch.zeros((), device=device)
-    got, want = ([weight.clone(), buffer.clone(), buffer.clone()] for _ in range(2))
+    shape = (3, 3, 20, 40)
+    weight, grad, buffer = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(device)
+    presence = [None, torch.zeros((), dtype=torch.float32, device=device)]
+    lr = torch.full((), 0.5, dtype=torch.float32, device=device)
+    got, want = ([buffer.clone(), buffer.clone(), weight.clone(), weight.clone(), weight.clone()] for _ in range(2))
     outs, right = ([torch.empty(3, 32, 48, dtype=torch.float16, device=device) for _ in range(2)] for _ in range(2))
-    copy = torch.empty_like(weight, dtype=torch.float16)
+    copies = [torch.empty_like(weight, dtype=torch.float16) for _ in range(2)]
 
     fns.direct(
-        [grad, grad.mT], [got[1], got[2].mT], [outs[0], outs[1].view(3, 48, 32)],
-        momentum=0.9, nesterov=True, presence=[None, absent],
+        [grad, grad.mT], [got[0], got[1].mT], [outs[0], outs[1].view(3, 48, 32)],
+        momentum=0.9, nesterov=True, presence=presence,
     )  # fmt: skip
-    fns.apply([got[0]], [outs[0][:, :20, :40]], [copy], lr=0.5, weight_decay=0.1, scales=[2.0], presence=[None])
+    factor = outs[0][:, :20, :40]
+    fns.apply(
+        [got[2], got[3].mT, got[4]], [factor, factor.mT, factor], [copies[0], None, copies[1]],
+        lr=lr, weight_decay=0.1, scales=[2.0, 3.0, 2.0], presence=[None, None, presence[1]],
+    )  # fmt: skip
 
     directions = [
-        momentum_(want[1], grad, momentum=0.9, nesterov=True),
-        momentum_(want[2], grad, momentum=0.9, nesterov=True, presence=absent).mT,
+        momentum_(want[i], grad, momentum=0.9, nesterov=True, presence=each) for i, each in enumerate(presence)
     ]
-    normalize_into(directions, [right[0], right[1].view(3, 48, 32)])
-    apply_(want[0], outs[0][:, :20, :40], lr=0.5, weight_decay=0.1, scale=2.0)
+    normalize_into([directions[0], directions[1].mT], [right[0], right[1].view(3, 48, 32)])
+    for i, scale in ((2, 2.0), (3, 3.0)):
+        apply_(want[i], factor, lr=lr, weight_decay=0.1, scale=scale)
+
     # Entries of outs are around 1/28 in half precision, the others around 1 in float32: a few roundings.
     close = all(torch.allclose(a, b, rtol=0.0, atol=1e-4) for a, b in zip(outs, right, strict=True))
     close = close and all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, want, strict=True))
-    exact = torch.equal(got[2], buffer) and torch.equal(copy, got[0].to(torch.float16))
+    exact = torch.equal(got[1], buffer) and torch.equal(got[4], weight)
+    exact = exact and all(torch.equal(a, b.half()) for a, b in zip(copies, (got[2], got[4]), strict=True))
     return None if close and exact else "it computes wrong values in the check at load"

@@ -238,14 +238,16 @@ class Muon(Optimizer):
             average.reduce()
         if self.max_grad_norm is not None:
             clip_(replace(self._gradients(), averages=()), self.max_grad_norm, 2.0)
-        known = self._dedicated()
         places: dict[DedicatedParam, Tensor] = {}
         for registration in self._registrations:
             places |= registration.state.before_step()
+        known = self._dedicated()
+        placed: set[DedicatedParam] = set()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 with self._timed("muon"):
-                    self._muon_step([m for m in _members(group, known) if m.param.grad is not None], group, places)
+                    members = [member for member in _members(group, known) if member.param.grad is not None]
+                    placed |= self._muon_step(members, group, places)
             else:
                 with self._timed("adamw"):
                     _refuse_gone(group, [isinstance(p, OwnedTensor) and p not in known for p in group["params"]])
@@ -253,7 +255,7 @@ class Muon(Optimizer):
                     adamw_on_parts(parameters, group, self.state, known, self._masters)
         for registration in self._registrations:
             with self._timed("publish"):
-                registration.state.after_step()
+                registration.state.after_step(placed)
             if not self.replicate_async:
                 registration.state.settle_publishes()
         if self._timings is not None:
@@ -276,8 +278,8 @@ class Muon(Optimizer):
 
         ``wait for gather``, ``wait for reduce`` and ``wait for publish`` are exposed communication of dedicated
         parameters, from the step before to this one: the time in which the compute stream waited. ``muon``, ``adamw``
-        and ``publish`` (what owners write for the next forward) are the parts of :meth:`step`. What took no time at
-        all may be missing.
+        and ``publish`` (what the step left to be written for the next forward) are the parts of :meth:`step`. What took
+        no time at all may be missing.
 
         Raises:
             RuntimeError: recording is off, the default.
@@ -300,11 +302,11 @@ class Muon(Optimizer):
 
     def _muon_step(
         self, members: Sequence[DedicatedParam], group: dict[str, Any], places: Mapping[DedicatedParam, Tensor]
-    ) -> None:
-        """Step what this rank owns of ``members``, and leave it in ``places`` in the compute dtype as well."""
+    ) -> set[DedicatedParam]:
+        """Step what this rank owns of ``members``; return those that are in their ``places`` now as well."""
         owned = [member for member in members if member.is_owner]
         if not owned:
-            return
+            return set()
         masters = self._masters.of(owned, self.state)
         muon_update_(
             [masters.get(member, member.owned.local) for member in owned],
@@ -322,9 +324,7 @@ class Muon(Optimizer):
             copies=[None if member in masters else places.get(member) for member in owned],
         )
         self._masters.write_back(masters)
-        copied = [member for member in owned if member in places and member not in masters]
-        for registration in self._registrations:
-            registration.state.note_copied(copied)
+        return {member for member in owned if member in places and member not in masters}
 
 
 def _members(group: Mapping[str, Any], known: Mapping[nn.Parameter, DedicatedParam]) -> list[DedicatedParam]:

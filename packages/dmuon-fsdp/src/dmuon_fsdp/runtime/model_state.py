@@ -10,7 +10,7 @@ this counts forwards, a fact equal on all ranks, never gradients, which are not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -290,8 +290,7 @@ class ModelState:
                 conductor.rest()
 
     def rest(self) -> None:
-        """Every group at rest: after a step whatever is resident is out of date, and so is a forward whose backward
-        did not come."""
+        """Every group at rest: a step makes old what is resident, and a forward whose backward did not come."""
         for conductor in self.conductors:
             conductor.open_passes.clear()
             conductor.rest()
@@ -302,15 +301,16 @@ class ModelState:
         self.rest()
         return {m: place for group in self.groups if group.has_buckets for m, place in group.places().items()}
 
-    def note_copied(self, members: Sequence[DedicatedParam]) -> None:
-        """The step left ``members`` in their places."""
-        written = set(members)
+    def after_step(self, placed: Set[DedicatedParam]) -> None:
+        """The kept buckets take what the step wrote: in one launch, or group by group on their way to the replicas.
+
+        Args:
+            placed: what the step left in its place in the compute dtype. Noted not before the whole step is over: after
+                an exception in the middle everything that was written counts as stale.
+        """
         for group in self.groups:
             if group.has_buckets:
-                group.note_copied([member for member in group.members if member in written])
-
-    def after_step(self) -> None:
-        """The kept buckets take what the step wrote: in one launch, or group by group on their way to the replicas."""
+                group.note_copied([member for member in group.members if member in placed])
         views: list[Tensor] = []
         sources: list[Tensor] = []
         for group in self.groups:

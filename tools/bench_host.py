@@ -4,8 +4,8 @@
 
 torch's fake process group answers every collective at once, so one process stands for a rank of a mesh of any size, and
 what is left is what the host does: Python, launches, allocations. Few tokens, so that a GPU does not hold it up. Rounds
-alternate between the variants; a line has their medians in milliseconds of processor time and the ratio, which is the
-result.
+alternate between the variants, named by what has owners; a line has their medians in milliseconds of processor time and
+the ratio to FSDP2 alone, which is the result.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import dmuon
 from dmuon_fsdp.runtime import binding
 
 WARM_UP = 10
+DEDICATED = ("nothing", "matrices", "layers")
 
 
 class Block(nn.Module):
@@ -43,11 +44,15 @@ class Block(nn.Module):
         return x_TD + self.down(self.gate(h_TD) * self.up(h_TD))
 
 
-def build(device: str, layers: int, d: int, *, dedicated: bool, reshard: bool) -> nn.Module:
+def build(device: str, layers: int, d: int, *, dedicated: str, reshard: bool) -> nn.Module:
+    """``dedicated``: "nothing", "matrices", or "layers", whose norms then have owners too."""
     model = nn.Sequential(*(Block(d) for _ in range(layers))).to(device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    if dedicated:
+    if dedicated == "matrices":
         dmuon.dedicate_params(model, mesh, lambda name, parameter: parameter.ndim == 2)
+    elif dedicated == "layers":
+        norms = dmuon.ParamPolicy("*norm*", route="adamw")
+        dmuon.dedicate_params(model, mesh, lambda name, parameter: True, param_policy=[norms])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -80,10 +85,11 @@ def main() -> None:
     x_TD = torch.randn(64 if options.device == "cuda" else 8, d, device=options.device)
     print(f"torch {torch.__version__}, {options.device}, {options.layers} layers, rank 0 of {options.ranks}")
     for name, reshard in (("Z3", True), ("Z2", False)):
-        pair = [build(options.device, options.layers, d, dedicated=ours, reshard=reshard) for ours in (False, True)]
-        rounds = [[host_seconds(model, x_TD, settle) for model in pair] for _ in range(WARM_UP + options.rounds)]
-        fsdp2, ours = (1e3 * statistics.median(column[WARM_UP:]) for column in zip(*rounds, strict=True))
-        print(f"{name}  fsdp2 {fsdp2:.2f}  dmuon {ours:.2f}  ratio {ours / fsdp2:.3f}")
+        models = [build(options.device, options.layers, d, dedicated=each, reshard=reshard) for each in DEDICATED]
+        rounds = [[host_seconds(model, x_TD, settle) for model in models] for _ in range(WARM_UP + options.rounds)]
+        times = [1e3 * statistics.median(column[WARM_UP:]) for column in zip(*rounds, strict=True)]
+        cells = [f"{each} {ms:.2f} ({ms / times[0]:.3f})" for each, ms in zip(DEDICATED, times, strict=True)]
+        print(f"{name}  {'  '.join(cells)}")
     dist.destroy_process_group()
 
 

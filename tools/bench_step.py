@@ -5,8 +5,9 @@
 
 Models are those of bench_models.py, bf16 compute and reduce, fp32 masters. A step's tokens come in micro-batches, and
 each one's gradients are reduced, which is what FSDP2 does by default. Variants are ``fsdp2``, ``dmuon-z3`` and
-``dmuon-z2`` (weights stay gathered until backward), and with ``--peers`` all of peer_optimizers.py, last, in one round
-and with fewer steps; one that cannot run says why instead.
+``dmuon-z2`` (weights stay gathered until backward), both also with ``-norms``, where the norms of a layer have owners
+too, who step them by AdamW; and with ``--peers`` all of peer_optimizers.py, last, in one round and with fewer steps: one
+that cannot run says why instead.
 
 Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
 have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the
@@ -47,7 +48,7 @@ from torch.optim import Optimizer
 import dmuon
 from dmuon_core import workspace
 
-OURS = ("fsdp2", "dmuon-z3", "dmuon-z2")
+OURS = ("fsdp2", "dmuon-z3", "dmuon-z2", "dmuon-z3-norms", "dmuon-z2-norms")
 WARM_UP = 6
 PACKAGES = {"triton", "quack-kernels", *PEERS}
 COLUMNS = {
@@ -94,16 +95,21 @@ def build(variant: str, sizes: Sizes, hsdp: DeviceMesh) -> Trained:
     with torch.device(mesh.device_type):
         model = LanguageModel(sizes)
     if variant.startswith("dmuon"):
+        norms = variant.endswith("-norms")
+        policies = [dmuon.ParamPolicy("*.experts.*", view="batched")] if sizes.experts else []
+        if norms:
+            policies += [dmuon.ParamPolicy("*norm*", route="adamw")]
+            policies += [dmuon.ParamPolicy("*.router.*", route="adamw")] if sizes.experts else []
         dmuon.dedicate_params(
             model,
             hsdp["shard"],
-            is_matrix,
+            lambda name, p: is_matrix(name, p) or (norms and "layers." in name),
             replicate_mesh=hsdp["replicate"] if hsdp.size(0) > 1 else None,
-            param_policy=[dmuon.ParamPolicy("*.experts.*", view="batched")] if sizes.experts else (),
+            param_policy=policies,
         )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=variant != "dmuon-z2")
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward="-z2" not in variant)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return Trained(model, optimizers_of(variant, model, mesh))
 

@@ -6,8 +6,8 @@
 Models are those of bench_models.py, bf16 compute and reduce, fp32 masters. A step's tokens come in micro-batches, and
 each one's gradients are reduced, which is what FSDP2 does by default. Variants are ``fsdp2``, ``dmuon-z3`` and
 ``dmuon-z2`` (weights stay gathered until backward), both also with ``-norms``, where the norms of a layer have owners
-too, who step them by AdamW; and with ``--peers`` all of peer_optimizers.py, last, in one round and with fewer steps: one
-that cannot run says why instead.
+too, who step them by AdamW; and with ``--peers`` all of peer_optimizers.py, last, in one round and with fewer steps:
+one that cannot run says why instead.
 
 Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
 have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the

@@ -232,6 +232,11 @@ class Twins:
         assert self.foreign_bytes() == 0
 
 
+def groups_of(model: nn.Module) -> dict[str, Any]:
+    """The groups of a model's dedicated parameters by name."""
+    return {group.name: group for group in registration_of(model).state.groups}
+
+
 def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
     """Relative Frobenius error within ``tolerance``."""
     error = (got - expected).norm().item()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dmuon_core.optimizer import adamw_step
-from dmuon_fsdp.compat import adamw_if_
+from dmuon_fsdp.compat import adamw_if_, copy_all
 from dmuon_fsdp.optim.masters import Masters
 from dmuon_fsdp.runtime.layout import local_of
 from dmuon_fsdp.runtime.parameter import DedicatedParam
@@ -57,22 +57,77 @@ def _step_if(
     local: Callable[[Tensor], Tensor],
 ) -> None:
     """Each by its own 0/1, which is on its device; counts of steps go up by it."""
-    lr = group["lr"]
+    together: dict[object, list[_Conditional]] = {}
     for parameter, present in conditional.items():
         own = state[parameter]
-        adamw_if_(
-            present,
-            local(parameter),
-            local(cast(Tensor, parameter.grad)),
-            local(own["exp_avg"]),
-            local(own["exp_avg_sq"]),
-            own["step"],
-            # A copy that waits would make the host wait for the device.
-            lr=lr.to(present.device, non_blocking=True) if isinstance(lr, Tensor) else lr,
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
+        grad, moments = local(cast(Tensor, parameter.grad)), (local(own["exp_avg"]), local(own["exp_avg_sq"]))
+        each = _Conditional(present, local(parameter), grad, *moments, own["step"])
+        if each.weight.numel() <= _SMALL and each.weight.is_contiguous():
+            together.setdefault((each.weight.device, each.weight.dtype, each.grad.dtype), []).append(each)
+        else:
+            _step_alone(each, group)
+    for batch in together.values():
+        _step_together(batch, group)
+
+
+_SMALL = 2**16
+"""Entries up to which parameters are stepped together: a launch costs more than to copy them."""
+
+
+class _Conditional(NamedTuple):
+    """What a parameter is stepped with, and whether it is."""
+
+    present: Tensor
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+
+def _step_alone(each: _Conditional, group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    adamw_if_(
+        *each,
+        # A copy that waits would make the host wait for the device.
+        lr=lr.to(each.present.device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+        betas=group["betas"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )
+
+
+def _step_together(batch: Sequence[_Conditional], group: Mapping[str, Any]) -> None:
+    """torch.optim.AdamW's update of all of them as one vector, in a number of launches that does not grow."""
+    presence, weights, grads, averages, squares, steps = map(list, zip(*batch, strict=True))
+    sizes = [weight.numel() for weight in weights]
+
+    def spread(values: Tensor) -> Tensor:
+        return torch.cat([value.expand(size) for value, size in zip(values, sizes, strict=True)])
+
+    def flat(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    beta1, beta2 = group["betas"]
+    lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
+    lr = lr.reshape(()).to(weights[0].device, non_blocking=True) if isinstance(lr, Tensor) else lr
+    step, there = torch.stack(steps) + torch.stack(presence), spread(torch.stack(presence)) != 0
+    wide = torch.promote_types(weights[0].dtype, torch.float32)
+    weight, grad, average, square = (flat(tensors).to(wide) for tensors in (weights, grads, averages, squares))
+    new_average = average.lerp(grad, 1 - beta1)
+    new_square = square * beta2 + (1 - beta2) * grad * grad
+    # Of a parameter that was never stepped both are 0, and what is divided by them is not taken.
+    rate, scale = lr / (1 - beta1**step), (1 - beta2**step).sqrt()
+    stepped = weight * (1 - lr * decay) - spread(rate) * new_average / (new_square.sqrt() / spread(scale) + eps)
+    new = [
+        torch.where(there, after, before).split(sizes)
+        for after, before in ((stepped, weight), (new_average, average), (new_square, square))
+    ]
+    old = [weights, averages, squares]
+    copy_all(
+        [tensor.view(-1) for tensors in old for tensor in tensors] + steps,
+        [part for parts in new for part in parts] + list(step.unbind()),
+    )
 
 
 def _by_device(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

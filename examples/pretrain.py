@@ -397,6 +397,8 @@ def run_rank(options: argparse.Namespace) -> None:
     except Stopped as stopped:
         if dist.get_rank() == 0:
             print(stopped)
+    # A thread of gloo may still hold the last tensors; letting go of them while Python ends would abort the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,6 +1,8 @@
 """The Muon update on lists of plain tensors: what ``Muon.step`` calls, and what other stacks can reuse.
 
-M ← μ·M + G;  U ← G + μ·M (Nesterov) or M;  O ← NS(U);  W ← W·(1 − lr·wd) − lr·s·O
+    M ← μ·M + G;  U ← G + μ·M (Nesterov) or M;  O ← NS(U);  W ← W·(1 − lr·wd) − lr·s·O
+
+``dmuon_core.formulas`` has them on one tensor.
 """
 
 from __future__ import annotations

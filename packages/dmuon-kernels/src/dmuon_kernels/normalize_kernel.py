@@ -14,7 +14,7 @@ contiguous. ``*_sb``, ``*_sr``, ``*_sc`` are strides along batch, row and column
 import triton
 import triton.language as tl
 
-_LARGEST = tl.constexpr(126)
+LARGEST = tl.constexpr(126)
 """Exponents are kept within ±126: 2^e and 2^-e are normal numbers, and what they scale is in range all the same."""
 
 
@@ -28,13 +28,22 @@ def power_of_two(exponent):
 def exponent_of(x):
     """The exponent of x ≥ 0, within ±126; of inf and nan 126."""
     exponent = (x.to(tl.int32, bitcast=True) >> 23 & 0xFF) - 127
-    return tl.minimum(tl.maximum(exponent, -_LARGEST), _LARGEST)
+    return tl.minimum(tl.maximum(exponent, -LARGEST), LARGEST)
 
 
 @triton.jit
 def shrunk(sums, exponents, exponent):
     """Sums of squares at ``exponents``, brought to an ``exponent`` no smaller. What vanishes is below 2^-126."""
     return sums * power_of_two(2 * tl.maximum(exponents - exponent, -63))
+
+
+@triton.jit
+def with_squares(total, largest, x_RC):
+    """A sum of squares and its exponent, with those of ``x_RC`` added."""
+    exponent = exponent_of(tl.max(tl.abs(x_RC)))
+    x_RC *= power_of_two(-exponent)
+    common = tl.maximum(largest, exponent)
+    return shrunk(total, largest, common) + shrunk(tl.sum(x_RC * x_RC), exponent, common), common
 
 
 @triton.jit
@@ -53,7 +62,7 @@ def scale_of(sums, exponents, parts, PARTS: tl.constexpr):
     All of a matrix with a nan or an inf becomes nan; zeros stay zeros.
     """
     p_P = tl.arange(0, PARTS)
-    exponent_P = tl.load(exponents + p_P, mask=p_P < parts, other=-_LARGEST)
+    exponent_P = tl.load(exponents + p_P, mask=p_P < parts, other=-LARGEST)
     sum_P = tl.load(sums + p_P, mask=p_P < parts, other=0.0)
     exponent = tl.max(exponent_P)
     total = tl.sum(shrunk(sum_P, exponent_P, exponent))
@@ -80,16 +89,12 @@ def squares_kernel(
     x += item.to(tl.int64) * x_sb
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
     total = 0.0
-    largest = -_LARGEST
+    largest = -LARGEST
     for tile in range(part, tiles, parts):
         r_R1, c_1C = place_of(tile, columns, ROWS, COLUMNS)
         inside_RC = (r_R1 < rows) & (c_1C < columns)
         x_RC = tl.load(x + r_R1 * x_sr + c_1C * x_sc, mask=inside_RC, other=0.0).to(tl.float32)
-        exponent = exponent_of(tl.max(tl.abs(x_RC)))
-        x_RC *= power_of_two(-exponent)
-        common = tl.maximum(largest, exponent)
-        total = shrunk(total, largest, common) + shrunk(tl.sum(x_RC * x_RC), exponent, common)
-        largest = common
+        total, largest = with_squares(total, largest, x_RC)
     tl.store(sums + tl.program_id(0), total)
     tl.store(exponents + tl.program_id(0), largest)
 

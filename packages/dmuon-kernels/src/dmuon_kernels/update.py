@@ -17,7 +17,7 @@ from dmuon_core.syrk.contract import UpdateFns
 from dmuon_kernels.normalize import PARTS, PROGRAMS, tile_of
 from dmuon_kernels.update_kernel import apply_kernel, direction_kernel, momentum_kernel
 
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64}
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _NOTHING = 0  # an address that no kernel reads
 
 

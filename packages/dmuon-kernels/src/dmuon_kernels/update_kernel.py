@@ -12,7 +12,7 @@ Legend: R rows and C columns of a tile, P the parts of a matrix. ``*_sr``, ``*_s
 import triton
 import triton.language as tl
 
-from dmuon_kernels.normalize_kernel import exponent_of, place_of, power_of_two, scale_of, shrunk
+from dmuon_kernels.normalize_kernel import LARGEST, place_of, scale_of, with_squares
 
 FIELDS = tl.constexpr(4)
 """Addresses in a row of a table."""
@@ -70,7 +70,7 @@ def momentum_kernel(
         present = tl.load(address(table, item, 2, PRESENCE, False)) != 0
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
     total = 0.0
-    largest = -126
+    largest = -LARGEST
     for tile in range(part, tiles, parts):
         r_R1, c_1C = place_of(tile, columns, ROWS, COLUMNS)
         inside_RC = (r_R1 < rows) & (c_1C < columns)
@@ -81,11 +81,7 @@ def momentum_kernel(
         b_RC = tl.where(present, lerp(b_RC.to(tl.float32), g_RC, rest).to(BUFFER), b_RC)
         tl.store(place_RC, b_RC, mask=inside_RC)
         x_RC = direction_of(g_RC, b_RC.to(tl.float32), momentum, NESTEROV)
-        exponent = exponent_of(tl.max(tl.abs(x_RC)))
-        x_RC *= power_of_two(-exponent)
-        common = tl.maximum(largest, exponent)
-        total = shrunk(total, largest, common) + shrunk(tl.sum(x_RC * x_RC), exponent, common)
-        largest = common
+        total, largest = with_squares(total, largest, x_RC)
     tl.store(sums + tl.program_id(0), total)
     tl.store(exponents + tl.program_id(0), largest)
 

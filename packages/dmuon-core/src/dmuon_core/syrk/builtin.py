@@ -166,12 +166,14 @@ class _CublasFlags:
 
 def _read_cublas_flags() -> dict[str, object]:
     matmul = torch.backends.cuda.matmul
-    flags: dict[str, object] = {"allow_fp16_accumulation": matmul.allow_fp16_accumulation}
-    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-        # Newer versions of torch keep a second flag in the same setting; a single bool would reset it.
-        split_k = getattr(matmul, f"{name}_split_k", None)
-        flags[name] = getattr(matmul, name) if split_k is None else (getattr(matmul, name), split_k)
-    return flags
+    # A reduction's setting holds a second flag, which a single bool would reset.
+    fp16 = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k
+    bf16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    return {
+        "allow_fp16_accumulation": matmul.allow_fp16_accumulation,
+        "allow_fp16_reduced_precision_reduction": fp16,
+        "allow_bf16_reduced_precision_reduction": bf16,
+    }
 
 
 def _switched_off(flag: object) -> object:

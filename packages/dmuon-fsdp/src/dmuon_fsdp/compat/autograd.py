@@ -131,5 +131,5 @@ def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
 
 def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
     """What `register_post_accumulate_grad_hook` registered; autograd runs it only where it accumulates by itself."""
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)

@@ -1,7 +1,7 @@
 """Time whole training steps of FSDP2 + fused AdamW, DMuon and other Muons on the same model and data, side by side.
 
     torchrun --nproc_per_node=2 tools/bench_step.py [--model dense-1b] [--tokens 8192 32768 131072] [--peers]
-        [--profile] [--replicas 1 2] [--rounds 3] [--steps 15] [--out r.json] [--markdown r.md]
+        [--profile] [--trace FOLDER] [--replicas 1 2] [--rounds 3] [--steps 15] [--out r.json] [--markdown r.md]
 
 Models are those of bench_models.py, bf16 compute and reduce, fp32 masters. A step's tokens come in micro-batches, and
 each one's gradients are reduced, which is what FSDP2 does by default. Variants are ``fsdp2``, ``dmuon-z3`` and
@@ -12,8 +12,14 @@ one that cannot run says why instead.
 Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
 have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the
 ranks. Printed last is a Markdown table: milliseconds of a step by part, its ratio to ``fsdp2``, host time, memory.
-Exposed communication is the time of one profiled step in which a kernel of NCCL runs and no other does. ``--profile``
-adds the kernels of one optimizer step of DMuon that starts on an idle GPU. ``--cpu`` tries it all with tiny models.
+
+Steps are timed one after the other without a wait. What the host takes is measured apart, see step_times.py: "started
+idle" is a part of a step that finds the device idle, and the host's time is that until the call returns. It is that of
+one micro-batch, of which a step has tokens / micro-batch. A variant whose host takes about as long as its step is bound
+by it. Exposed communication is the time of one profiled step in which a kernel of NCCL runs and no other does; idle is
+that between the step's first and last kernel in which none runs, and more under the profiler, which slows the host,
+than without. ``--trace`` keeps rank 0's trace of that step, for chrome://tracing or Perfetto. ``--profile`` adds the
+kernels of one optimizer step of DMuon that starts on an idle GPU. ``--cpu`` tries it all with tiny models.
 """
 
 from __future__ import annotations
@@ -39,6 +45,18 @@ import torch
 import torch.distributed as dist
 from bench_models import MODELS, TINY, LanguageModel, Sizes, is_matrix
 from peer_optimizers import ABSENT, LEARNING_RATE, PEERS, Division
+from step_times import (
+    Figures,
+    Trained,
+    allocated,
+    forward_backward,
+    highest,
+    optimize,
+    started_idle,
+    synchronize,
+    timed,
+    train_step,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -58,22 +76,15 @@ COLUMNS = {
     "forward_backward_ratio": "ratio",
     "optimizer_ms": "optimizer ms",
     "exposed_communication_ms": "exposed communication ms",
-    "host_forward_backward_ms": "host, forward + backward ms",
-    "host_optimizer_ms": "host, optimizer ms",
+    "idle_ms": "idle ms",
+    "idle_start_host_forward_backward_ms": "started idle: host, forward + backward of a micro-batch ms",
+    "idle_start_host_optimizer_ms": "started idle: host, optimizer ms",
+    "idle_start_optimizer_ms": "started idle: optimizer ms",
     "rest_gib": "at rest GiB",
     "peak_gib": "peak GiB",
     "first_six_steps_s": "first six steps s",
 }
 """Of the table; JSON has more."""
-Figures = dict[str, float]
-
-
-@dataclass
-class Trained:
-    """A model and what steps it."""
-
-    model: nn.Module
-    optimizers: Sequence[Optimizer]
 
 
 @dataclass
@@ -82,7 +93,7 @@ class Results:
 
     figures: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    profiles: dict[str, tuple[Figures, step_profile.Profile]] = field(default_factory=dict)
+    profiles: dict[str, step_profile.Profile] = field(default_factory=dict)
     first_loss: float | None = None
 
 
@@ -134,60 +145,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-# --- one step
-
-
-Moment = torch.cuda.Event | float
-
-
-def moment(device: torch.device) -> Moment:
-    """Now, in the order of the device's work."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def elapsed_ms(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return (end - begin) * 1e3  # type: ignore[operator]
-    return begin.elapsed_time(end)
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Of one step: where it began, where the optimizer began, where it ended; seconds of the host likewise."""
-
-    begin: Moment
-    middle: Moment
-    end: Moment
-    host_forward_backward_s: float
-    host_optimizer_s: float
-
-
-def forward_backward(trained: Trained, batches: Sequence[Tensor]) -> Tensor:
-    """The mean loss. The gradients of every micro-batch are reduced."""
-    losses = []
-    for ids_BT in batches:
-        loss = trained.model(ids_BT) / len(batches)
-        loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
-
-
-def train_step(trained: Trained, batches: Sequence[Tensor]) -> tuple[Tensor, Marks]:
-    device = batches[0].device
-    begin, host_begin = moment(device), time.perf_counter()
-    loss = forward_backward(trained, batches)
-    middle, host_middle = moment(device), time.perf_counter()
-    for optimizer in trained.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    host_end = time.perf_counter()
-    return loss, Marks(begin, middle, moment(device), host_middle - host_begin, host_end - host_middle)
-
-
 # --- measuring
 
 
@@ -203,13 +160,13 @@ def measure(variant: str, mesh: DeviceMesh, data: dict[int, list[Tensor]], resul
     if not abs(first_loss - results.first_loss) <= 1e-2:
         raise AssertionError(f"{variant} begins with the loss {first_loss}, not with {results.first_loss} as the first")
     whole = {"left_over_gib": left_over, "first_six_steps_s": first_six, "sixth_loss": last_loss}
+    whole |= started_idle(trained, next(iter(data.values()))[0])
     steps = options.steps if variant in OURS else min(options.steps, options.peer_steps)
     rows = {}
     for tokens, batches in data.items():
         rows[tokens] = {**timed(trained, batches, max(3, steps // len(batches))), **whole}
-        if (variant, tokens) not in results.figures and options.device == "cuda":
-            exposed = step_profile.exposed_communication(functools.partial(train_step, trained, batches))
-            rows[tokens] |= highest({"exposed_communication_ms": exposed}, batches[0].device)
+        if (variant, tokens) not in results.figures:
+            rows[tokens] |= profile_step(trained, batches, trace_file(options, mesh, variant, tokens))
     still = int((lengths(trained.model) == before).sum())
     if still:
         raise AssertionError(f"{variant} left {still} of {len(before)} matrices as they were")
@@ -243,69 +200,22 @@ def warm_up(trained: Trained, batches: Sequence[Tensor]) -> tuple[float, float, 
     return figures["seconds"], figures["first"], figures["last"]
 
 
-def timed(trained: Trained, batches: Sequence[Tensor], steps: int) -> Figures:
+def profile_step(trained: Trained, batches: Sequence[Tensor], trace_to: Path | None) -> Figures:
+    """How one step occupies the device; nothing, and without a step, where neither that nor a trace can be had."""
     device = batches[0].device
-    on_gpu = device.type == "cuda"
-    train_step(trained, batches)  # memory for this many micro-batches
-    synchronize(device)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    run = [train_step(trained, batches) for _ in range(steps)]
-    synchronize(device)
-    loss, marks = run[-1][0], [each for _, each in run]
-    figures = {
-        "step_ms": statistics.median(elapsed_ms(each.begin, each.end) for each in marks),
-        "forward_backward_ms": statistics.median(elapsed_ms(each.begin, each.middle) for each in marks),
-        "optimizer_ms": statistics.median(elapsed_ms(each.middle, each.end) for each in marks),
-        "host_forward_backward_ms": statistics.median(each.host_forward_backward_s for each in marks) * 1e3,
-        "host_optimizer_ms": statistics.median(each.host_optimizer_s for each in marks) * 1e3,
-        "rest_gib": allocated(),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        "loss": float(loss),
-        "steps": float(steps),
-    }
-    if not math.isfinite(figures["loss"]):
-        raise AssertionError(f"after the timed steps the loss is {figures['loss']}")
-    return highest(figures, device)
+    if device.type == "cpu" and trace_to is None:
+        return {}
+    return highest(step_profile.step(functools.partial(train_step, trained, batches), device, trace_to), device)
 
 
-def profile_optimizer(trained: Trained, batches: Sequence[Tensor]) -> tuple[Figures, step_profile.Profile]:
-    """Of this rank: what one optimizer step takes on an idle device without the profiler, and its kernels."""
-    device = batches[0].device
+def trace_file(options: argparse.Namespace, mesh: DeviceMesh, variant: str, tokens: int) -> Path | None:
+    return options.trace and options.trace / f"{variant}-replicas{mesh.size(0)}-tokens{tokens}.json.gz"
 
-    def optimize() -> None:
-        for optimizer in trained.optimizers:
-            optimizer.step()
 
+def profile_optimizer(trained: Trained, batches: Sequence[Tensor]) -> step_profile.Profile:
+    """Of this rank: the kernels of one optimizer step."""
     forward_backward(trained, batches)
-    synchronize(device)
-    dist.barrier()
-    begin, host_begin = moment(device), time.perf_counter()
-    optimize()
-    host, end = time.perf_counter() - host_begin, moment(device)
-    synchronize(device)
-    figures = {"device_ms": elapsed_ms(begin, end), "host_ms": host * 1e3}
-    for optimizer in trained.optimizers:
-        optimizer.zero_grad()
-    forward_backward(trained, batches)
-    return figures, step_profile.profiled(optimize, device)
-
-
-def highest(figures: Figures, device: torch.device) -> Figures:
-    """Each figure on the rank on which it is highest."""
-    values = torch.tensor(list(figures.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(figures, values.tolist(), strict=True))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def allocated() -> float:
-    return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return step_profile.profiled(functools.partial(optimize, trained), batches[0].device)
 
 
 # --- comparing
@@ -394,11 +304,10 @@ def tables(rows: list[dict], results: dict[int, Results]) -> str:
         lines.append(f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {' | '.join(values)} |")
     for replicas, each in results.items():
         lines += [f"\n{variant} (replicas {replicas}) did not run: {why}" for variant, why in each.reasons.items()]
-        for variant, (figures, profile) in each.profiles.items():
+        for variant, profile in each.profiles.items():
             lines.append(
-                f"\n{variant}, one optimizer step on an idle device (replicas {replicas}, rank 0): "
-                f"{figures['device_ms']:.2f} ms, host {figures['host_ms']:.2f} ms; under the profiler kernels ran for "
-                f"{profile.busy_ms:.2f} ms\n\n{step_profile.markdown(profile)}"
+                f"\n{variant}, one optimizer step on an idle device (replicas {replicas}, rank 0): under the profiler "
+                f"kernels ran for {profile.busy_ms:.2f} ms\n\n{step_profile.markdown(profile)}"
             )
     return "\n".join(lines)
 
@@ -414,7 +323,7 @@ def write(results: dict[int, Results], options: argparse.Namespace) -> str:
         options.markdown.write_text(text + "\n", encoding="utf-8")
     if options.out is not None:
         profiles = {
-            replicas: {variant: {**figures, **asdict(p)} for variant, (figures, p) in each.profiles.items()}
+            replicas: {variant: asdict(profile) for variant, profile in each.profiles.items()}
             for replicas, each in results.items()
         }
         reasons = {replicas: each.reasons for replicas, each in results.items()}
@@ -435,6 +344,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="timed micro-batches, of at least three steps")
     parser.add_argument("--peer-steps", type=int, default=6, help="the same of other Muons")
     parser.add_argument("--profile", action="store_true", help="kernels of one optimizer step of DMuon")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="a trace of one step of every variant")
     parser.add_argument("--out", type=Path, help="everything as JSON")
     parser.add_argument("--markdown", type=Path, help="what is printed last")
     parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU")

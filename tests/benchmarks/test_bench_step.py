@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import time
+from collections import Counter
 
 import bench_step
 import pytest
+import step_times
 import torch
+import torch.distributed as dist
 from bench_models import TINY, LanguageModel, MixtureOfExperts, is_matrix
-from step_profile import Kernel, Profile, markdown
+from step_profile import Kernel, Profile, Span, markdown, occupancy
 
 from ranks.harness import run_ranks
 
@@ -24,7 +29,7 @@ def compare(folder: str, model: str, *arguments: str):
 
 
 def compare_models(folder: str):
-    compare(folder, "dense-3b", "--tokens", "64", "--variants", "fsdp2", "dmuon-z2")
+    compare(folder, "dense-3b", "--tokens", "128", "--variants", "fsdp2", "dmuon-z2", "--trace", f"{folder}/traces")
     compare(folder, "moe", "--tokens", "64", "128", "--variants", *bench_step.OURS, "torch-muon")
     # A variant whose first loss is another's is refused: its times would be those of another model.
     chosen = options_of("--variants", "fsdp2")
@@ -35,9 +40,14 @@ def compare_models(folder: str):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     run_ranks(2, compare_models, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(folder):
     return {
         model: (json.loads((folder / f"{model}.json").read_text()), (folder / f"{model}.md").read_text())
         for model in ("dense-3b", "moe")
@@ -46,7 +56,7 @@ def reports(tmp_path_factory):
 
 def test_every_variant_has_a_row_for_every_number_of_tokens(reports):
     for model, wanted in (
-        ("dense-3b", {(64, "fsdp2"), (64, "dmuon-z2")}),
+        ("dense-3b", {(128, "fsdp2"), (128, "dmuon-z2")}),
         ("moe", {(tokens, variant) for tokens in (64, 128) for variant in bench_step.OURS}),
     ):
         report, text = reports[model]
@@ -55,6 +65,59 @@ def test_every_variant_has_a_row_for_every_number_of_tokens(reports):
             assert f"| {row['replicas']} | {row['tokens']} | {row['variant']} | {row['step_ms']:.1f} |" in text
             assert row["step_ratio"] == 1.0 or row["variant"] != "fsdp2"
             assert 0 < row["optimizer_ms"] <= row["step_ms"]
+
+
+def test_what_the_host_takes_is_of_one_micro_batch(reports):
+    """Of a whole step it would grow with the tokens, though the host's work for a micro-batch does not."""
+    report, text = reports["moe"]
+    for variant in bench_step.OURS:
+        one, two = (row for row in report["rows"] if row["variant"] == variant)
+        for part in ("host_forward_backward_ms", "host_optimizer_ms", "optimizer_ms"):
+            assert one[f"idle_start_{part}"] == two[f"idle_start_{part}"] > 0
+            assert f" | {one[f'idle_start_{part}']:.1f} | " in text
+
+
+def late_forward():
+    chosen = options_of()
+    mesh = bench_step.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    trained = bench_step.build("fsdp2", chosen.sizes, mesh)
+    if dist.get_rank() == 1:
+        trained.model.register_forward_pre_hook(lambda *_: time.sleep(0.3))
+    return step_times.started_idle(trained, bench_step.micro_batches(64, "cpu", chosen)[0])
+
+
+def test_host_time_is_the_slowest_rank_s_and_its_part_s_alone():
+    """A host that is slow in forward, on one rank, must be seen there and not be charged to the optimizer."""
+    for figures in run_ranks(2, late_forward):
+        assert figures["idle_start_host_forward_backward_ms"] >= 300
+        assert figures["idle_start_host_optimizer_ms"] < 300
+        assert figures["idle_start_optimizer_ms"] < 300
+
+
+def test_a_trace_holds_one_whole_step(folder):
+    """Two steps, or half of one, would mislead whoever measures in it."""
+    files = {file.name: file for file in (folder / "traces").iterdir()}
+    assert files.keys() == {f"{variant}-replicas1-tokens128.json.gz" for variant in ("fsdp2", "dmuon-z2")}
+    for name, file in files.items():
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        count = Counter(event.get("name") for event in events if event.get("ph") == "X")
+        assert count["aten::embedding"] == count["aten::embedding_backward"] == 2  # micro-batches
+        optimizer = "AdamW" if name.startswith("fsdp2") else "Muon"
+        assert count[f"Optimizer.step#{optimizer}.step"] == 1
+
+
+def test_exposed_and_idle_time_of_overlapping_kernels():
+    """Overlap of streams must not count twice, nor a gap that another stream fills."""
+    spans = [
+        Span("gemm", 1000.0, 3000.0),
+        Span("ncclDevKernel_AllGather", 2000.0, 5000.0),
+        Span("add", 2500.0, 2600.0),
+        Span("gemm", 4000.0, 6000.0),  # NCCL was alone from 3000 to 4000
+        Span("Memcpy DtoD", 9000.0, 9500.0),  # nothing ran from 6000 to 9000
+        Span("ncclDevKernel_Broadcast", 9500.0, 10_000.0),  # alone
+    ]
+    assert occupancy(reversed(spans)) == {"exposed_communication_ms": 1.5, "idle_ms": 3.0}
+    assert occupancy([]) == {"exposed_communication_ms": 0.0, "idle_ms": 0.0}
 
 
 def test_a_peer_that_cannot_run_says_why(reports):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dmuon_core.normalize import normalize_into
 from dmuon_core.syrk.contract import Scalar
+from dmuon_core.syrk.updates import UpdateStacks
 from dmuon_kernels import routes
 from dmuon_kernels.mirror_kernel import mirror_kernel
 from dmuon_kernels.normalize import triton_normalize_into
@@ -29,7 +30,7 @@ from dmuon_kernels.probes import has_tma, probe_quack
 from dmuon_kernels.quack_config import PRODUCT_CANDIDATES, SM90_CANDIDATES
 from dmuon_kernels.triton_config import CONFIGS, TmaConfig, tma_candidates
 from dmuon_kernels.triton_syrk import triton_syrk
-from dmuon_kernels.update import triton_apply, triton_direct
+from dmuon_kernels.update import TRITON_UPDATE
 
 BATCH = 2
 ALLOWED = 5e-3  # of the norm; rounding to half precision is a tenth of it, an entry that was not written more
@@ -127,7 +128,8 @@ def _direct(m: int, n: int, columns: bool, device: torch.device) -> float:
     out = torch.empty_like(grad, dtype=torch.float16)
     want = grad + 0.5 * (buffer + 0.5 * (grad - buffer) - grad)
     present = torch.ones((), device=device)
-    triton_direct([grad], [buffer], [out], momentum=0.5, nesterov=True, presence=[present])
+    stacks = UpdateStacks(grad, buffer, buffer, presence=present)
+    stacks.direct(TRITON_UPDATE, out, momentum=0.5, nesterov=True)
     return _error(out, want / want.norm(dim=(1, 2), keepdim=True))
 
 
@@ -136,7 +138,8 @@ def _step(m: int, n: int, columns: bool, device: torch.device) -> float:
     factor, copy = weight.half(), weight.bfloat16()
     want = weight * 0.75 - factor.float()
     lr = torch.full((1,), 0.5, device=device)
-    triton_apply([weight], [factor], [copy], lr=lr, weight_decay=0.5, scales=[2.0], presence=[lr[0]])
+    stacks = UpdateStacks(weight, weight, weight, copy, lr[0], scale=2.0)
+    stacks.apply(TRITON_UPDATE, factor, lr=lr, weight_decay=0.5)
     return max(_error(weight, want), _error(copy, want))
 
 

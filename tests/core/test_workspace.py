@@ -58,7 +58,7 @@ def test_matrices_that_share_memory_with_what_comes_next(form, restarts):
         segments = tuple(triples[i:j] for i, j in itertools.pairwise(bounds))
         kernel = KernelChoice.of("torch")
         options = {"form": form, "segments": segments, "dtype": torch.float16, "kernel": kernel, "graphs": False}
-        parts, _ = workspace.arrange(inputs)
+        parts, _ = workspace.arrange([workspace.part_of(x) for x in inputs])
         recipe = workspace.Recipe(form, segments, torch.float16, parts)
         assert recipe.shares == (form == "direct" or sum(lengths) >= 2 * 32 * len(lengths)), lengths
         with workspace.factors(inputs, **options) as factors:

@@ -6,6 +6,7 @@ import torch
 from dmuon_core import MatrixView, NewtonSchulz, muon_update_
 from dmuon_core.formulas import apply_, momentum_
 from dmuon_core.normalize import normalize_into
+from dmuon_core.syrk.updates import UpdateStacks
 from dmuon_core.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,28 +35,23 @@ def out_like(x_BMN):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_and_direction_equal_torch(dtype, nesterov):
     present, absent = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    grads = [
-        gaussian(2, 12, 20, dtype=dtype),
-        gaussian(2, 20, 12, seed=1, dtype=dtype).mT,
-        gaussian(4, 12, 20, seed=2, dtype=dtype)[1:3],
-        gaussian(3, 1000, 3000, seed=3, dtype=dtype),
-        gaussian(3, 3000, 1000, seed=3, dtype=dtype).mT,
-        gaussian(1, 12 * 20 + 1, seed=4, dtype=dtype)[:, 1:].view(1, 12, 20),
+    cases = [
+        (gaussian(2, 12, 20, dtype=dtype), None),
+        (gaussian(2, 20, 12, seed=1, dtype=dtype).mT, present),
+        (gaussian(4, 12, 20, seed=2, dtype=dtype)[1:3], absent),
+        (gaussian(3, 1000, 3000, seed=3, dtype=dtype), present),
+        (gaussian(3, 3000, 1000, seed=3, dtype=dtype).mT, None),
+        (gaussian(1, 12 * 20 + 1, seed=4, dtype=dtype)[:, 1:].view(1, 12, 20), None),
     ]
-    presence = [None, present, absent, present, None, None]
-    mine, theirs = ([torch.empty_like(x, dtype=torch.float32).copy_(x.flip(0)) for x in grads] for _ in "12")
-    outs, wants = ([out_like(x) for x in grads] for _ in "12")
-    fns().direct(grads, mine, outs, momentum=0.95, nesterov=nesterov, presence=presence)
-    directions = [
-        momentum_(buffer, grad, momentum=0.95, nesterov=nesterov, presence=each)
-        for buffer, grad, each in zip(theirs, grads, presence, strict=True)
-    ]
-    normalize_into(directions, wants)
-    assert torch.equal(mine[2], theirs[2])
-    for i, (got, want) in enumerate(zip(mine, theirs, strict=True)):
-        assert relative_error(got, want) <= 1e-7, i
-    for i, (got, want) in enumerate(zip(outs, wants, strict=True)):
-        assert float((got.float() - want.float()).abs().max()) <= torch.finfo(torch.float16).eps * float(want.max()), i
+    for i, (grad, presence) in enumerate(cases):
+        mine, theirs = (torch.empty_like(grad, dtype=torch.float32).copy_(grad.flip(0)) for _ in "12")
+        out, want = (out_like(grad) for _ in "12")
+        UpdateStacks(grad, mine, mine, presence=presence).direct(fns(), out, momentum=0.95, nesterov=nesterov)
+        direction = momentum_(theirs, grad, momentum=0.95, nesterov=nesterov, presence=presence)
+        normalize_into([direction], [want])
+        assert relative_error(mine, theirs) <= 1e-7, i
+        assert presence is not absent or torch.equal(mine, theirs)
+        assert float((out.float() - want.float()).abs().max()) <= torch.finfo(torch.float16).eps * float(want.max()), i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -63,31 +59,45 @@ def test_momentum_and_direction_equal_torch(dtype, nesterov):
 @pytest.mark.parametrize("on_device", [True, False])
 def test_apply_equals_torch_and_fills_the_copies(dtype, copy_dtype, on_device):
     present, absent = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    weights = [gaussian(2, 12, 20, dtype=dtype), gaussian(3, 1000, 3000, dtype=dtype), gaussian(2, 12, 20, dtype=dtype)]
-    factors = [gaussian(*w.shape, seed=i, dtype=torch.float16) for i, w in enumerate(weights)]
-    factors[1] = factors[1].mT.contiguous().mT
-    presence, scales = [None, present, absent], [0.5, 1.0, 2.0]
-    copies = [torch.empty_like(w, dtype=copy_dtype) for w in weights]
     lr = torch.tensor([0.25], device="cuda") if on_device else 0.25
-    wants = [w.double() for w in weights]
-    fns().apply(weights, factors, copies, lr=lr, weight_decay=0.125, scales=scales, presence=presence)
-    for i, (got, want, factor) in enumerate(zip(weights, wants, factors, strict=True)):
-        apply_(want, factor, lr=0.25, weight_decay=0.125, scale=scales[i], presence=presence[i])
-        assert torch.allclose(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6), i
-        assert torch.equal(copies[i], got.to(copy_dtype)), i
+    turned = gaussian(3, 1000, 3000, seed=1, dtype=torch.float16).mT.contiguous().mT
+    cases = [
+        (gaussian(2, 12, 20, dtype=dtype), gaussian(2, 12, 20, seed=1, dtype=torch.float16), None, 0.5),
+        (gaussian(3, 1000, 3000, dtype=dtype), turned, present, 1.0),
+        (gaussian(2, 12, 20, dtype=dtype), gaussian(2, 12, 20, seed=2, dtype=torch.float16), absent, 2.0),
+    ]
+    for i, (weight, factor, presence, scale) in enumerate(cases):
+        want, copy = weight.double(), torch.empty_like(weight, dtype=copy_dtype)
+        UpdateStacks(weight, weight, weight, copy, presence, scale).apply(fns(), factor, lr=lr, weight_decay=0.125)
+        apply_(want, factor, lr=0.25, weight_decay=0.125, scale=scale, presence=presence)
+        assert torch.allclose(weight.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6), i
+        assert torch.equal(copy, weight.to(copy_dtype)), i
 
 
 def test_more_entries_than_fit_32_bits():
     rows, columns = 36_000, 60_000
     grad, buffer = torch.ones(1, rows, columns, device="cuda"), torch.zeros(1, rows, columns, device="cuda")
     out = torch.zeros(1, rows, columns, dtype=torch.float16, device="cuda")
-    fns().direct([grad], [buffer], [out], momentum=0.5, nesterov=False, presence=[None])
+    stacks = UpdateStacks(grad, buffer, buffer)
+    stacks.direct(fns(), out, momentum=0.5, nesterov=False)
     assert float(buffer.min()) == float(buffer.max()) == 0.5
     want = torch.tensor((rows * columns) ** -0.5, dtype=torch.float16)
     assert abs(float(out.min()) - float(want)) <= 1e-7
     assert float(out.max()) == float(out.min())
-    fns().apply([buffer], [out.zero_()], [None], lr=1.0, weight_decay=0.5, scales=[1.0], presence=[None])
+    stacks.apply(fns(), out.zero_(), lr=1.0, weight_decay=0.5)
     assert float(buffer.min()) == float(buffer.max()) == 0.25
+
+
+def test_slots_beyond_32_bits():
+    """A stack of many matrices is longer than 2^31 entries, although none of them is."""
+    count, rows, columns = 33_000, 256, 256
+    grad = torch.ones(count, rows, columns, device="cuda", dtype=torch.bfloat16)
+    buffer, out = torch.zeros_like(grad), torch.zeros(count, rows, columns, dtype=torch.float16, device="cuda")
+    stacks = UpdateStacks(grad, buffer, grad)
+    stacks.direct(fns(), out, momentum=0.5, nesterov=False)
+    assert float(out[-1].min()) == float(out[-1].max()) == float(out[0].min()) == 2**-8
+    stacks.apply(fns(), out, lr=256.0, weight_decay=0.0)
+    assert float(grad[-1].abs().max()) == 0
 
 
 VIEWS = {

@@ -183,11 +183,9 @@ def measure_updating(dtype: str, tile: tuple[int, int], capability: int) -> list
     constants = {
         "GRAD": other,
         "BUFFER": tl.float32,
-        "OUT": tl.float16,
         "PRESENCE": tl.float32,
         "NESTEROV": True,
         "WEIGHT": tl.float32,
-        "FACTOR": tl.float16,
         "COPY": other,
         "READS_LR": True,
         "ALIGNED": True,
@@ -196,7 +194,7 @@ def measure_updating(dtype: str, tile: tuple[int, int], capability: int) -> list
         "PARTS": PARTS,
         **dict.fromkeys(("g_sc", "b_sc", "w_sc", "f_sc", "c_sc"), 1),
     }
-    types = {"table": "*i64", "sums": "*fp32", "exponents": "*i32", "lr": "*fp32"}
+    types = {"table": "*i64", "sums": "*fp32", "exponents": "*i32", "lr": "*fp32", "out": "*fp16", "factor": "*fp16"}
     types |= dict.fromkeys(("momentum", "rest", "rate", "weight_decay", "scale"), "fp32")
     return [
         compiled_pass(kernel, constants, types, capability)

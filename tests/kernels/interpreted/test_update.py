@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from dmuon_core import MatrixView, NewtonSchulz, fused_passes, muon_update_
+from dmuon_core import MatrixView, NewtonSchulz, fused_plans, muon_update_
 from dmuon_core.batching import workspace_bytes
 from dmuon_core.formulas import apply_, momentum_
 from dmuon_core.normalize import normalize_into
 from dmuon_core.syrk.contract import UpdateFns
-from dmuon_core.syrk.updates import _complaint
+from dmuon_core.syrk.updates import UpdateStacks, _complaint
 from dmuon_core.testing import relative_error
 from dmuon_kernels import update as module
 from dmuon_kernels.update import TRITON_UPDATE, triton_apply, triton_direct
@@ -45,39 +45,40 @@ def test_passes_the_check_that_core_makes_at_load(dtype):
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_momentum_and_direction_equal_torch(dtype, nesterov):
-    """Stacks of several shapes and layouts in one call; some tall, some cut from a larger one, one without gradient."""
-    layouts = [
-        (gaussian(2, 12, 20), False),
-        (gaussian(2, 20, 12, seed=1).mT, True),
-        (gaussian(4, 12, 20, seed=2)[1:3], False),
-        (gaussian(2, 12, 20, seed=3), False),
-        (gaussian(1, 20, 1030, seed=4), False),
-        (gaussian(3, 130, 300, seed=5).mT, True),
+    """Several shapes and layouts; some tall, some cut from a larger stack, one without gradient."""
+    cases = [
+        (gaussian(2, 12, 20), False, None),
+        (gaussian(2, 20, 12, seed=1).mT, True, PRESENT),
+        (gaussian(4, 12, 20, seed=2)[1:3], False, PRESENT),
+        (gaussian(2, 12, 20, seed=3), False, ABSENT),
+        (gaussian(1, 20, 1030, seed=4), False, None),
+        (gaussian(3, 130, 300, seed=5).mT, True, PRESENT),
     ]
-    presence = [None, PRESENT, PRESENT, ABSENT, None, PRESENT]
-    grads = [x.to(dtype) for x, _ in layouts]
-    mine, theirs = ([torch.empty_like(x, dtype=torch.float32).copy_(x.flip(0)) for x, _ in layouts] for _ in "12")
-    outs, wants = ([out_like(x, by_columns) for x, by_columns in layouts] for _ in "12")
-    triton_direct(grads, mine, outs, momentum=0.95, nesterov=nesterov, presence=presence)
-    directions = [
-        momentum_(buffer, grad, momentum=0.95, nesterov=nesterov, presence=present)
-        for buffer, grad, present in zip(theirs, grads, presence, strict=True)
-    ]
-    normalize_into(directions, wants)
-    for i, (got, want) in enumerate(zip(mine, theirs, strict=True)):
-        assert relative_error(got, want) <= 1e-7, i
-    assert torch.equal(mine[3], layouts[3][0].flip(0))
-    for i, (got, want) in enumerate(zip(outs, wants, strict=True)):
-        assert float((got.float() - want.float()).abs().max()) <= torch.finfo(torch.float16).eps, i
-        assert not got[:, grads[i].shape[1] :].any()
-        assert not got[:, :, grads[i].shape[2] :].any()
+    for i, (x, by_columns, presence) in enumerate(cases):
+        grad = x.to(dtype)
+        mine, theirs = (torch.empty_like(x, dtype=torch.float32).copy_(x.flip(0)) for _ in "12")
+        out, want = (out_like(x, by_columns) for _ in "12")
+        UpdateStacks(grad, mine, mine, presence=presence).direct(TRITON_UPDATE, out, momentum=0.95, nesterov=nesterov)
+        direction = momentum_(theirs, grad, momentum=0.95, nesterov=nesterov, presence=presence)
+        normalize_into([direction], [want])
+        assert relative_error(mine, theirs) <= 1e-7, i
+        assert presence is not ABSENT or torch.equal(mine, x.flip(0))
+        assert float((out.float() - want.float()).abs().max()) <= torch.finfo(torch.float16).eps, i
+        assert not out[:, grad.shape[1] :].any()
+        assert not out[:, :, grad.shape[2] :].any()
+
+
+def direct(grad, buffer, out, *, presence=None, momentum=0.95, nesterov=False):
+    UpdateStacks(grad, buffer, buffer, presence=presence).direct(
+        TRITON_UPDATE, out, momentum=momentum, nesterov=nesterov
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-30, 1.0, 1e20, 5e37])
 def test_the_whole_range(scale):
     grad = gaussian(2, 24, 1100) * scale
     out = out_like(grad, False)
-    triton_direct([grad], [torch.zeros_like(grad)], [out], momentum=0.5, nesterov=False, presence=[None])
+    direct(grad, torch.zeros_like(grad), out, momentum=0.5)
     want = out_like(grad, False)
     normalize_into([grad.double()], [want])
     assert relative_error(out[:, :24, :1100], want[:, :24, :1100]) <= 1e-3
@@ -88,7 +89,7 @@ def test_a_buffer_in_bfloat16_is_read_as_it_was_stored():
     grad, buffer = gaussian(1, 16, 64), gaussian(1, 16, 64, seed=1).bfloat16()
     out = out_like(grad, False)
     new = torch.lerp(buffer.float(), grad, 0.05)
-    triton_direct([grad], [buffer], [out], momentum=0.95, nesterov=False, presence=[None])
+    direct(grad, buffer, out)
     assert torch.allclose(buffer.float(), new, rtol=2**-7, atol=0.0)  # the interpreter cuts off instead of rounding
     assert abs(float(out.float().norm()) - 1) <= 1e-3
 
@@ -98,8 +99,9 @@ def test_an_infinite_gradient_that_nobody_has_leaves_everything_alone():
     weight = gaussian(1, 16, 16, seed=1)
     before = buffer.clone(), weight.clone()
     out = out_like(grad, False)
-    triton_direct([grad], [buffer], [out], momentum=0.95, nesterov=True, presence=[ABSENT])
-    triton_apply([weight], [out], [None], lr=0.1, weight_decay=0.1, scales=[1.0], presence=[ABSENT])
+    stacks = UpdateStacks(grad, buffer, weight, presence=ABSENT)
+    stacks.direct(TRITON_UPDATE, out, momentum=0.95, nesterov=True)
+    stacks.apply(TRITON_UPDATE, out, lr=0.1, weight_decay=0.1)
     assert torch.equal(buffer, before[0])
     assert torch.equal(weight, before[1])
 
@@ -107,44 +109,58 @@ def test_an_infinite_gradient_that_nobody_has_leaves_everything_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_apply_equals_torch_and_fills_the_copies(dtype, factor_dtype):
-    shapes = [(2, 12, 20), (1, 20, 1030), (3, 130, 300)]
-    weights = [gaussian(*shape).to(dtype) for shape in shapes]
-    weights.append(weights[0].clone())
-    weights.append(gaussian(2, 20, 12, seed=7).to(dtype).mT)
-    factors = [gaussian(*w.shape, seed=i).to(factor_dtype) for i, w in enumerate(weights)]
-    factors[2] = factors[2].mT.contiguous().mT
-    presence = [None, PRESENT, PRESENT, ABSENT, None]
-    copies = [None, *(torch.empty_like(w, dtype=torch.float16) for w in weights[1:])]
-    scales = [0.5, 1.0, 2.0, 0.5, 3.0]
-    wants = [w.clone() for w in weights]
-    triton_apply(weights, factors, copies, lr=0.25, weight_decay=0.125, scales=scales, presence=presence)
-    for want, factor, present, scale in zip(wants, factors, presence, scales, strict=True):
-        wide = want.double()
-        apply_(wide, factor, lr=0.25, weight_decay=0.125, scale=scale, presence=present)
+    turned = gaussian(3, 130, 300).mT.contiguous().mT
+    cases = [
+        (gaussian(2, 12, 20), gaussian(2, 12, 20, seed=1), None, None, 0.5),
+        (gaussian(1, 20, 1030), gaussian(1, 20, 1030, seed=1), PRESENT, torch.float16, 1.0),
+        (gaussian(3, 130, 300, seed=2), turned, PRESENT, torch.float16, 2.0),
+        (gaussian(2, 12, 20, seed=3), gaussian(2, 12, 20, seed=4), ABSENT, torch.float16, 0.5),
+        (gaussian(2, 20, 12, seed=7).mT, gaussian(2, 12, 20, seed=5), None, torch.float32, 3.0),
+    ]
+    for i, (weight, factor, presence, copy_dtype, scale) in enumerate(cases):
+        got, factor = weight.to(dtype), factor.to(factor_dtype)
+        want, wide = got.clone(), got.double()
+        copy = None if copy_dtype is None else torch.empty_like(got, dtype=copy_dtype)
+        stacks = UpdateStacks(got, got, got, copy, presence, scale)
+        stacks.apply(TRITON_UPDATE, factor, lr=0.25, weight_decay=0.125)
+        apply_(wide, factor, lr=0.25, weight_decay=0.125, scale=scale, presence=presence)
         want.copy_(wide)
-    for i, (got, want, copy) in enumerate(zip(weights, wants, copies, strict=True)):
         assert torch.allclose(got.float(), want.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6), i
-        assert copy is None or torch.equal(copy, got.half()), i
+        assert copy is None or torch.equal(copy, got.to(copy_dtype)), i
 
 
 def test_a_gradient_that_is_one_number_for_a_whole_stack():
     grad = gaussian(16, 16).expand(3, 16, 16)
     buffer, out = torch.zeros(3, 16, 16), out_like(grad, False)
-    triton_direct([grad], [buffer], [out], momentum=0.0, nesterov=False, presence=[None])
+    direct(grad, buffer, out, momentum=0.0)
     assert torch.equal(buffer, grad)
 
 
-def test_a_pass_that_fails_leaves_a_trace(monkeypatch):
-    """Weights that were written by then count as changed: autograd refuses a backward through what they were."""
+def test_addresses_that_are_no_multiple_of_16_bytes():
+    grad = gaussian(1, 12 * 20 + 1).flatten()[1:].view(1, 12, 20)
+    buffer = torch.zeros(1, 12, 20)
+    direct(grad, buffer, out_like(grad, False), momentum=0.0)
+    assert torch.equal(buffer, grad)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Newton-Schulz takes its workspace, and an update its fused passes, on a CPU too."""
     monkeypatch.setattr(NewtonSchulz, "_has_workspace", lambda self, device: True)
     monkeypatch.setattr(sys.modules[NewtonSchulz.__module__], "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(NewtonSchulz, "update_fns", lambda self, device: TRITON_UPDATE)
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_pass_that_fails_leaves_a_trace(monkeypatch):
+    """Weights that were written by then count as changed: autograd refuses a backward through what they were."""
     applied = []
 
-    def apply(weights, *args, **kwargs):
+    def apply(table, *args, **kwargs):
         if applied:
             raise RuntimeError("out of memory")
-        applied.append(weights)
-        triton_apply(weights, *args, **kwargs)
+        applied.append(table)
+        triton_apply(table, *args, **kwargs)
 
     ns = NewtonSchulz(kernel="torch")
     monkeypatch.setattr(ns, "update_fns", lambda device: UpdateFns(triton_direct, apply))
@@ -155,14 +171,6 @@ def test_a_pass_that_fails_leaves_a_trace(monkeypatch):
         muon_update_(weights, grads, buffers, lr=0.1, newton_schulz=ns)
     for weight, start in zip(weights, before, strict=True):
         assert weight._version > 0 or torch.equal(weight, start)
-
-
-def test_addresses_that_are_no_multiple_of_16_bytes():
-    grad = gaussian(1, 12 * 20 + 1).flatten()[1:].view(1, 12, 20)
-    buffer = torch.zeros(1, 12, 20)
-    out = out_like(grad, False)
-    triton_direct([grad], [buffer], [out], momentum=0.0, nesterov=False, presence=[None])
-    assert torch.equal(buffer, grad)
 
 
 class Counted:
@@ -176,19 +184,67 @@ class Counted:
         return self.kernel[grid]
 
 
+@pytest.mark.usefixtures("fused")
 def test_matrices_of_one_kind_go_in_one_launch(monkeypatch):
-    """A hundred small matrices: two launches for their momentum and direction, one for their step."""
+    """A hundred small matrices, a stack of experts among them: two launches before Newton-Schulz, one after it."""
     launches = []
     for name in ("momentum_kernel", "direction_kernel", "apply_kernel"):
         monkeypatch.setattr(module, name, Counted(name, getattr(module, name), launches))
-    count = 100
-    grads, buffers, weights = ([gaussian(1, 8, 16, seed=i) for i in range(count)] for _ in range(3))
-    outs = [out_like(grad, False) for grad in grads]
-    nothing = [None] * count
-    triton_direct(grads, buffers, outs, momentum=0.9, nesterov=True, presence=nothing)
-    factors = [out[:, :8, :16] for out in outs]
-    triton_apply(weights, factors, nothing, lr=0.1, weight_decay=0.0, scales=[1.0] * count, presence=nothing)
+    shapes = [(8, 16)] * 99 + [(3, 8, 16)]
+    grads, buffers, weights = ([gaussian(*shape, seed=i) for i, shape in enumerate(shapes)] for _ in range(3))
+    views = [None] * 99 + ["batched"]
+    ns = NewtonSchulz(kernel="torch")
+    muon_update_(weights, grads, buffers, lr=0.1, newton_schulz=ns, views=views)
     assert launches == ["momentum_kernel", "direction_kernel", "apply_kernel"]
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_plan_is_found_again_and_never_for_tensors_that_look_different(monkeypatch):
+    """Every step with another layout, dtype or set of parameters, and back again: each equals the update in torch."""
+    made = []
+    monkeypatch.setattr(fused_plans, "plan_of", lambda *a, run=fused_plans.plan_of: made.append(a) or run(*a))
+    ns, plain = (NewtonSchulz(kernel="torch") for _ in range(2))
+    plain.update_fns = lambda device: None
+    states = []
+    for each in (ns, plain):
+        weights = [gaussian(24, 40, seed=i) for i in range(3)]
+        buffers = [torch.zeros(24, 40) for _ in weights]
+        copies = [torch.empty(24, 40, dtype=torch.float16) for _ in weights]
+        for step in range(8):
+            grads = [gaussian(24, 40, seed=10 * step + i) for i in range(3)]
+            lists = {"weights": weights, "grads": grads, "buffers": buffers}
+            options = {"copies": copies, "presence": [PRESENT, None, None]}
+            if step % 4 == 1:
+                grads[0], grads[2] = grads[0].mT.contiguous().mT, grads[2].bfloat16()
+            if step % 4 == 2:
+                lists = {key: values[1:] for key, values in lists.items()}
+                options = {"presence": [None, ABSENT]}
+            if step % 4 == 3:
+                options["adjust_lr_fn"] = "match_rms_adamw"
+            muon_update_(*lists.values(), lr=0.1, newton_schulz=each, **options)
+        states.append((weights, buffers, copies))
+    assert len(made) == 4  # one of each look, none twice
+    for got, want in zip(*(state[1] for state in states), strict=True):
+        assert relative_error(got, want) <= 1e-7
+    for got, want, copy in zip(states[0][0], states[1][0], states[0][2], strict=True):
+        assert relative_error(got, want) <= 3e-3
+        assert relative_error(copy, got) <= 5e-2  # of the step before where a step has no copies
+
+
+@pytest.mark.usefixtures("fused")
+def test_gradients_of_strides_that_a_view_cannot_read_in_place():
+    """A convolution's gradient in channels-last, whose rows are no rows of its memory, beside a transposed one."""
+    shapes, views = [(8, 4, 3, 3), (16, 24)], ["flattened", None]
+    grads = [gaussian(*shapes[0]).to(memory_format=torch.channels_last), gaussian(24, 16).mT]
+    results = []
+    for each in (grads, [grad.contiguous() for grad in grads]):
+        weights, buffers = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
+        muon_update_(weights, each, buffers, lr=0.1, newton_schulz=NewtonSchulz(kernel="torch"), views=views)
+        results.append((weights, buffers))
+    for got, want in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(results[0][0], results[1][0], strict=True):
+        assert relative_error(got, want) <= 3e-3
 
 
 VIEWS = {
@@ -201,19 +257,17 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.usefixtures("fused")
 def test_a_whole_update_equals_the_one_in_torch(view, monkeypatch):
     """Through the workspace, in batches that cut through stacks, with momentum over two steps, copies and versions."""
-    cuts = []
-    cut = fused_passes._Block.cut
+    plans = []
     monkeypatch.setattr(
-        fused_passes._Block, "cut", lambda block, piece: cuts.append((block, piece)) or cut(block, piece)
+        fused_plans, "plan_of", lambda *args, run=fused_plans.plan_of: plans.append(run(*args)) or plans[-1]
     )
     parsed, shape = VIEWS[view]
-    monkeypatch.setattr(NewtonSchulz, "_has_workspace", lambda self, device: True)
-    monkeypatch.setattr(sys.modules[NewtonSchulz.__module__], "_multiprocessors", lambda device: 4)
     ns, plain = (NewtonSchulz(kernel="torch") for _ in range(2))
     ns.workspace_mib = plain.workspace_mib = 2 * workspace_bytes(24, 40) / 2**20
-    monkeypatch.setattr(NewtonSchulz, "update_fns", lambda self, device: TRITON_UPDATE if self is ns else None)
+    plain.update_fns = lambda device: None
     runs = []
     for each in (ns, plain):
         weights = [gaussian(*shape, seed=i) for i in range(2)]
@@ -230,8 +284,9 @@ def test_a_whole_update_equals_the_one_in_torch(view, monkeypatch):
         assert torch.equal(copies[0], weights[0].half())
         runs.append((weights, buffers))
     (weights, buffers), (wants, momenta) = runs
-    shorter = [piece for block, piece in cuts if piece.stop - piece.start < block.weight.shape[0]]
-    assert bool(shorter) == (view == "experts")
+    (plan,) = plans
+    counts = [part.count for batch in plan.batches for part in batch.parts]
+    assert view != "experts" or any(count % 5 for count in counts), "no batch cuts through a stack"
     for got, want in zip(buffers, momenta, strict=True):
         assert relative_error(got, want) <= 1e-7
     for i, (got, want) in enumerate(zip(weights, wants, strict=True)):

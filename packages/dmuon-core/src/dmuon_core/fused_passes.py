@@ -1,94 +1,49 @@
-"""The update in fused kernels, batch by batch: two passes over memory before Newton-Schulz, one after it."""
+"""The update in fused kernels, batch by batch: two passes over memory before Newton-Schulz, one after it.
+
+A step sends the addresses of its tensors to the device, all in one table, and runs its plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dmuon_core.batching import Piece
-from dmuon_core.formulas import lr_scale
+from dmuon_core.fused_plans import Call, FusedPlan
 from dmuon_core.newton_schulz import NewtonSchulz, Schedule
-from dmuon_core.syrk.contract import UpdateFns
-from dmuon_core.targets import Options, Target
+from dmuon_core.syrk.contract import TABLE, UpdateFns
+from dmuon_core.targets import Inputs, Options
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def takes(target: Target) -> bool:
-    """Whether every matrix of the target is a part of its memory, in dtypes that the kernels know, on one device."""
-    weight, grad, buffer = target.weight, target.grad, target.buffer
-    tensors = [x for x in (weight, grad, buffer, target.copy, target.presence) if x is not None]
-    if any(x.dtype not in _DTYPES or x.device != weight.device for x in tensors):
-        return False
-    return weight.is_contiguous() and buffer.is_contiguous() and (target.copy is None or target.copy.is_contiguous())
+_ALIGNMENT = 16
 
 
-def update_(targets: Sequence[Target], options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns) -> None:
-    """One step on every target that :func:`takes` is true for; all on one device."""
-    places = [(target, j) for target in targets for j in range(len(target.shapes))]
-    blocks: dict[Target, list[_Block]] = {}
-
-    def piece_of(piece: Piece) -> _Block:
-        target, j = places[piece.stack]
-        if target not in blocks:  # when it is due: the device has work by then
-            blocks[target] = _blocks_of(target, options)
-        return blocks[target][j].cut(piece)
-
-    for batch in ns.batches([stack for target in targets for stack in target.stacks]):
-        _step([piece_of(piece) for piece in batch], options, ns, schedule, fns)
-
-
-def _step(pieces: Sequence[_Block], options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns) -> None:
-    grads, presence = [piece.grad for piece in pieces], [piece.presence for piece in pieces]
+def update_(
+    plan: FusedPlan, inputs: Inputs, options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns
+) -> None:
+    """One step on the plan's parameters, whose tensors are shaped and laid out as when it was made."""
+    if not plan.batches:
+        return
+    grads = list(inputs.grads)
+    for i in plan.strided:
+        grads[i] = grads[i].contiguous()
+    rows = plan.table(inputs, grads)
+    odd = (rows[:, : TABLE.index("presence")] % _ALIGNMENT != 0).any(1)
+    device = inputs.weights[plan.indices[0]].device
+    # torch keeps pinned memory until the copy, for which the host does not wait, is done.
+    table = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
     # torch does not see what is written: autograd must refuse a backward through the weights of before.
-    increment_version([x for piece in pieces for x in (piece.weight, piece.buffer, piece.copy) if x is not None])
+    written = (inputs.weights, inputs.buffers, inputs.copies)
+    increment_version([x for column in written for x in plan.of(column) if x is not None])
+    for batch in plan.batches:
+        lots = [(call, table[call.start : call.stop], not odd[call.start : call.stop].any()) for call in batch.calls]
 
-    def write(outs: Sequence[Tensor]) -> None:
-        buffers = [piece.buffer for piece in pieces]
-        momentum, nesterov = options.momentum, options.nesterov
-        fns.direct(grads, buffers, outs, momentum=momentum, nesterov=nesterov, presence=presence)
+        def fill(outs: Sequence[Tensor], lots: Sequence[tuple[Call, Tensor, bool]] = lots) -> None:
+            momentum, nesterov = options.momentum, options.nesterov
+            for call, part, aligned in lots:
+                fns.direct(part, call.kind, outs[call.part], momentum=momentum, nesterov=nesterov, aligned=aligned)
 
-    with ns.factors(grads, schedule, write=write) as factors:
-        fns.apply(
-            [piece.weight for piece in pieces],
-            factors,
-            [piece.copy for piece in pieces],
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            scales=[piece.scale for piece in pieces],
-            presence=presence,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """Matrices of one target, ``[count, m, n]``, m ≤ n, in the target's memory."""
-
-    weight: Tensor
-    grad: Tensor
-    buffer: Tensor
-    copy: Tensor | None
-    presence: Tensor | None
-    scale: float
-
-    def cut(self, piece: Piece) -> _Block:
-        if piece.stop - piece.start == self.weight.shape[0]:
-            return self
-        at = slice(piece.start, piece.stop)
-        copy = None if self.copy is None else self.copy[at]
-        return _Block(self.weight[at], self.grad[at], self.buffer[at], copy, self.presence, self.scale)
-
-
-def _blocks_of(target: Target, options: Options) -> list[_Block]:
-    shapes = target.shapes
-    copies = [None] * len(shapes) if target.copy is None else target.blocks(target.copy)
-    scales = [lr_scale(options.adjust_lr_fn, rows, columns) for _, rows, columns in shapes]
-    parts = target.blocks(target.weight), target.blocks(target.grad), target.blocks(target.buffer)
-    return [
-        _Block(weight, grad, buffer, copy, target.presence, scale)
-        for weight, grad, buffer, copy, scale in zip(*parts, copies, scales, strict=True)
-    ]
+        with ns.factors_of(batch.parts, schedule, device, fill) as factors:
+            for call, part, aligned in lots:
+                factor, decay = factors[call.part], options.weight_decay
+                fns.apply(part, call.kind, factor, lr=options.lr, weight_decay=decay, aligned=aligned)

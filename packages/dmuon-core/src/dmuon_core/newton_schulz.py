@@ -36,7 +36,7 @@ from dmuon_core.normalize import normalize
 from dmuon_core.restarts import as_restarts, check_restarts, derive_restarts
 from dmuon_core.syrk.contract import UpdateFns
 from dmuon_core.syrk.ladder import KernelChoice, computes
-from dmuon_core.workspace import Write
+from dmuon_core.workspace import Fill, Part, Recipe
 
 __all__ = [
     "Backend",
@@ -220,35 +220,41 @@ class NewtonSchulz:
         return None if captured else self.kernel.update(device)
 
     @contextlib.contextmanager
-    def factors(
-        self, matrices: Sequence[Tensor], schedule: Schedule, *, write: Write | None = None
-    ) -> Iterator[list[Tensor]]:
+    def factors(self, matrices: Sequence[Tensor], schedule: Schedule) -> Iterator[list[Tensor]]:
         """The orthogonal factors of one of :meth:`batches`, in ``self.dtype``, to be read inside the context only.
 
         Args:
             matrices: stacks ``[count, m, n]``, m ≤ n, of any strides.
             schedule: of :meth:`schedule`.
-            write: writes what is to be orthogonalized, normalized, in place of ``matrices``, which then only say how it
-                is shaped and laid out; on devices with :meth:`update_fns`.
         """
         device = matrices[0].device
         if self._has_workspace(device):
-            form = self.form(*matrices[0].shape[1:])
-            self.forms.add(form)
             with workspace.factors(
                 matrices,
-                form=form,
+                form=self._formed(*_sizes(matrices[0])[1:]),
                 segments=schedule.segments,
                 dtype=self.dtype,
                 kernel=self.kernel,
                 graphs=self._graphs,
-                write=write,
             ) as factors:
                 yield factors
         else:
-            assert write is None, "only a workspace has memory to write to"
             stacked = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
             yield list(torch.split(self._fresh(stacked, schedule), [len(x) for x in matrices]))
+
+    @contextlib.contextmanager
+    def factors_of(
+        self, parts: tuple[Part, ...], schedule: Schedule, device: torch.device, fill: Fill
+    ) -> Iterator[list[Tensor]]:
+        """As :meth:`factors`, of what ``fill`` writes: on devices with :meth:`update_fns`, one stack for each part."""
+        recipe = Recipe(self._formed(parts[0].m, parts[0].n), schedule.segments, self.dtype, parts)
+        with workspace.planned(recipe, device, kernel=self.kernel, graphs=self._graphs) as plan:
+            yield plan.run(fill)
+
+    def _formed(self, m: int, n: int) -> Backend:
+        form = self.form(m, n)
+        self.forms.add(form)
+        return form
 
     def _has_workspace(self, device: torch.device) -> bool:
         return device.type == "cuda" and self.dtype in HALVES and not self.deterministic and computes(device)

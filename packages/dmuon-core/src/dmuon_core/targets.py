@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from dmuon_core.batching import Stack
 from dmuon_core.formulas import LearningRate
 from dmuon_core.views import MatrixView
+
+Facts = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,37 @@ class Options:
     momentum: float
     nesterov: bool
     adjust_lr_fn: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The lists of one call of ``muon_update_``, which describes them: one entry a parameter."""
+
+    weights: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    views: Sequence[MatrixView | str | None]
+    presence: Sequence[Tensor | None]
+    copies: Sequence[Tensor | None]
+
+    def facts(self) -> Facts:
+        """All that is planned by, an entry a parameter: everything but values and where they lie.
+
+        This runs for every parameter in every step, so it is written for speed.
+        """
+        return [
+            (
+                view, w.shape, w.stride(), w.dtype, w.device, g.shape, g.stride(), g.dtype, g.device,
+                b.shape, b.stride(), b.dtype, b.device, None if p is None else (p.dtype, p.device),
+                None if c is None else (c.shape, c.stride(), c.dtype, c.device),
+            )
+            for w, g, b, view, p, c in zip(
+                self.weights, self.grads, self.buffers, self.views, self.presence, self.copies, strict=True
+            )
+        ]  # fmt: skip
+
+    def target(self, i: int, view: MatrixView) -> Target:
+        return Target(self.weights[i], self.grads[i], self.buffers[i], view, self.presence[i], self.copies[i])
 
 
 @dataclass(frozen=True, eq=False)

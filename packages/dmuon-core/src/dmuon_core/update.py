@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from dmuon_core import fused_passes, passes
 from dmuon_core.coefficients import CoefficientsLike
 from dmuon_core.formulas import LearningRate, lr_scale
 from dmuon_core.newton_schulz import NewtonSchulz
-from dmuon_core.targets import Options, Target
+from dmuon_core.targets import Inputs, Options
+from dmuon_core.update_plans import plan_of
 from dmuon_core.views import MatrixView
 
 __all__ = ["LearningRate", "lr_scale", "muon_update_"]
@@ -66,67 +67,35 @@ def muon_update_(
     """
     ns = newton_schulz if newton_schulz is not None else NewtonSchulz()
     nothing = [None] * len(weights)
-    parsed = [MatrixView.parse(view) for view in (nothing if views is None else views)]
-    present, copied = nothing if presence is None else presence, nothing if copies is None else copies
-    _check_lists(weights, grads, buffers, parsed, present, copied)
-    _check_lr(lr, weights)
+    inputs = Inputs(
+        weights,
+        grads,
+        buffers,
+        nothing if views is None else views,
+        nothing if presence is None else presence,
+        nothing if copies is None else copies,
+    )
+    plan = plan_of(inputs, adjust_lr_fn, ns)
+    _check_lr(lr, plan.devices)
     schedule = ns.schedule(ns_steps, ns_coefficients)
     options = Options(lr, weight_decay, momentum, nesterov, adjust_lr_fn)
-    parts = zip(weights, grads, buffers, parsed, present, copied, strict=True)
-    targets = [Target(*each) for each in parts]
-    others: list[Target] = []
-    for device, here in _by_device(targets).items():
+    others = list(plan.others)
+    for device, indices in plan.fusible.items():
         fns = ns.update_fns(device)
-        fused: list[Target] = []
-        for target in here:
-            (fused if fns is not None and fused_passes.takes(target) else others).append(target)
-        if fns is not None and fused:
-            fused_passes.update_(fused, options, ns, schedule, fns)
-    passes.update_(others, options, ns, schedule)
+        if fns is None:
+            others += indices
+        else:
+            fused_passes.update_(plan.fused(device, inputs, ns), inputs, options, ns, schedule, fns)
+    passes.update_([inputs.target(i, plan.views[i]) for i in sorted(others)], options, ns, schedule)
 
 
-def _check_lr(lr: LearningRate, weights: Sequence[Tensor]) -> None:
+def _check_lr(lr: LearningRate, devices: Set[torch.device]) -> None:
     if not isinstance(lr, Tensor):
         return
     if lr.numel() != 1:
         raise ValueError(f"lr must be a number or a one-element tensor, got shape {tuple(lr.shape)}")
-    others = {str(weight.device) for weight in weights} - {str(lr.device)}
+    others = {str(device) for device in devices} - {str(lr.device)}
     if lr.device.type != "cpu" and others:
         raise ValueError(
             f"lr is on {lr.device}, weights are on {', '.join(sorted(others))}: give a number or a CPU tensor"
         )
-
-
-def _by_device(targets: Sequence[Target]) -> dict[torch.device, list[Target]]:
-    found: dict[torch.device, list[Target]] = {}
-    for target in targets:
-        found.setdefault(target.weight.device, []).append(target)
-    return found
-
-
-def _check_lists(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    views: Sequence[MatrixView],
-    presence: Sequence[Tensor | None],
-    copies: Sequence[Tensor | None],
-) -> None:
-    lists = weights, grads, buffers, views, presence, copies
-    if len({len(each) for each in lists}) > 1:
-        raise ValueError(
-            f"weights, grads, buffers, views, presence and copies must have one entry a parameter, got "
-            f"{', '.join(str(len(each)) for each in lists)}"
-        )
-    if len({id(weight) for weight in weights}) < len(weights):
-        raise ValueError("weights has one tensor twice: give every parameter once")
-    for i, (weight, grad, buffer, view) in enumerate(zip(weights, grads, buffers, views, strict=True)):
-        if not weight.shape == grad.shape == buffer.shape:
-            raise ValueError(
-                f"weights[{i}], its gradient and its buffer must have one shape, got "
-                f"{tuple(weight.shape)}, {tuple(grad.shape)}, {tuple(buffer.shape)}"
-            )
-        copy = copies[i]
-        if copy is not None and copy.shape != weight.shape:
-            raise ValueError(f"copies[{i}] must have its weight's shape {tuple(weight.shape)}, got {tuple(copy.shape)}")
-        view.check(weight.shape, f"weights[{i}]")

@@ -31,8 +31,8 @@ from dmuon_core.syrk.ladder import KernelChoice
 
 _log = logging.getLogger("dmuon.newton_schulz")
 
-Write = Callable[[Sequence[Tensor]], None]
-"""Fills the inputs of a plan, padded stacks in the order of its matrices, with normalized matrices and zeros."""
+Fill = Callable[[Sequence[Tensor]], None]
+"""Writes normalized matrices into the inputs of a plan, one padded stack for each part, and zeros beyond them."""
 
 GRAPH_CAP = 256 * 2**20
 """Bytes that capturing one plan may add to the memory of graphs. The buffers are outside; cuBLAS takes 32 MiB once."""
@@ -77,22 +77,26 @@ class Slot:
     stop: int
 
 
-def arrange(matrices: Sequence[Tensor]) -> tuple[tuple[Part, ...], list[Slot]]:
-    """Stacks of equal shape and layout as one part each, and the slot of every stack."""
-    m = matrices[0].shape[1]
+def part_of(x_BMN: Tensor) -> Part:
+    """The stack ``[B, m, n]`` as a part of its own."""
+    count, m, n = x_BMN.shape
+    return Part(count, m, n, row_major=x_BMN.stride(2) == 1 or x_BMN.stride(1) != 1)
+
+
+def arrange(stacks: Sequence[Part]) -> tuple[tuple[Part, ...], list[Slot]]:
+    """Stacks of one m; those of equal n and layout joined to one part, and the slot of every stack."""
     counts: dict[tuple[int, bool], int] = {}
     starts = []
-    for x_BMN in matrices:
-        key = _layout(x_BMN)
+    for stack in stacks:
+        key = stack.n, stack.row_major
         starts.append(counts.get(key, 0))
-        counts[key] = starts[-1] + x_BMN.shape[0]
+        counts[key] = starts[-1] + stack.count
     numbers = {key: i for i, key in enumerate(counts)}
-    slots = [Slot(numbers[_layout(x)], start, start + x.shape[0]) for x, start in zip(matrices, starts, strict=True)]
-    return tuple(Part(count, m, n, row_major) for (n, row_major), count in counts.items()), slots
-
-
-def _layout(x_BMN: Tensor) -> tuple[int, bool]:
-    return x_BMN.shape[2], x_BMN.stride(2) == 1 or x_BMN.stride(1) != 1
+    slots = [
+        Slot(numbers[stack.n, stack.row_major], start, start + stack.count)
+        for stack, start in zip(stacks, starts, strict=True)
+    ]
+    return tuple(Part(count, stacks[0].m, n, row_major) for (n, row_major), count in counts.items()), slots
 
 
 @dataclass(frozen=True)
@@ -231,19 +235,15 @@ class Plan:
         self.recipe = recipe
         self.kernel = kernel
         self._buffers = Buffers(recipe, memory, kernel)
-        self._normalize = kernel.normalizer(memory.device)
+        self.normalize = kernel.normalizer(memory.device)
         self._capture = capture
         self._graph: torch.cuda.CUDAGraph | None = None
         self._launches: Counter[str] = Counter()
         self._results: Sequence[Tensor] = ()
 
-    def run(self, matrices: Sequence[Tensor], slots: Sequence[Slot], write: Write | None) -> list[Tensor]:
-        """The factor of every stack of ``matrices``, in the plan's memory: to be read before the arena's next run."""
-        inputs = [self._buffers.inputs[slot.part][slot.start : slot.stop] for slot in slots]
-        if write is None:
-            self._normalize(matrices, inputs)
-        else:
-            write(inputs)
+    def run(self, fill: Fill) -> list[Tensor]:
+        """The factors of every part, in the plan's memory: to be read before the arena's next run."""
+        fill(self._buffers.inputs)
         if self._graph is None and self._capture is not None and self._results:
             self._try_capture(self._capture)
         if self._graph is None:
@@ -251,8 +251,7 @@ class Plan:
         else:
             self._graph.replay()
             self.kernel.launches.update(self._launches)
-        logical = [part.logical(stack) for part, stack in zip(self.recipe.parts, self._results, strict=True)]
-        return [logical[slot.part][slot.start : slot.stop] for slot in slots]
+        return [part.logical(stack) for part, stack in zip(self.recipe.parts, self._results, strict=True)]
 
     def _iterate(self) -> Sequence[Tensor]:
         self._buffers.rewind()
@@ -380,7 +379,6 @@ def factors(
     dtype: torch.dtype,
     kernel: KernelChoice,
     graphs: bool,
-    write: Write | None = None,
 ) -> Iterator[list[Tensor]]:
     """The orthogonal factors of stacks ``[B, m, n]`` with one m ≤ n, in memory that is theirs inside the context only.
 
@@ -390,17 +388,25 @@ def factors(
         dtype: of X, R and Q: float16 or bfloat16.
         kernel: of the symmetric products.
         graphs: whether to replay CUDA graphs.
-        write: fills the inputs; None normalizes ``matrices`` into them.
     """
-    device = matrices[0].device
-    parts, slots = arrange(matrices)
-    recipe = Recipe(form, segments, dtype, parts)
+    parts, slots = arrange([part_of(x) for x in matrices])
+
+    def in_place(stacks: Sequence[Tensor]) -> list[Tensor]:
+        return [stacks[slot.part][slot.start : slot.stop] for slot in slots]
+
+    with planned(Recipe(form, segments, dtype, parts), matrices[0].device, kernel=kernel, graphs=graphs) as plan:
+        yield in_place(plan.run(lambda inputs: plan.normalize(matrices, in_place(inputs))))
+
+
+@contextlib.contextmanager
+def planned(recipe: Recipe, device: torch.device, *, kernel: KernelChoice, graphs: bool) -> Iterator[Plan]:
+    """The plan of ``recipe`` on the current stream; what it computes may be read inside the context only."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # What the user captures must own its memory.
-            yield Arena(device).plan(recipe, kernel, graphs=False).run(matrices, slots, write)
+            yield Arena(device).plan(recipe, kernel, graphs=False)
             return
         arena = _arena(device)
         with arena.lock:
-            yield arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda").run(matrices, slots, write)
+            yield arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda")

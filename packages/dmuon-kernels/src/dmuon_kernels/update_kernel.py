@@ -14,17 +14,29 @@ import triton.language as tl
 
 from dmuon_kernels.normalize_kernel import LARGEST, place_of, scale_of, with_squares
 
-FIELDS = tl.constexpr(4)
-"""Addresses in a row of a table."""
+# The columns of a table (dmuon_core.syrk.contract.TABLE).
+COLUMNS_OF_TABLE = tl.constexpr(6)
+GRADIENT = tl.constexpr(0)
+MOMENTUM = tl.constexpr(1)
+WEIGHTS = tl.constexpr(2)
+COPIES = tl.constexpr(3)
+PRESENT = tl.constexpr(4)
+SLOT = tl.constexpr(5)
 
 
 @triton.jit
-def address(table, item, FIELD: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The matrix of ``item`` in a field of the table, where it is a multiple of 16 bytes if ``ALIGNED``."""
-    found = tl.load(table + item * FIELDS + FIELD).to(tl.pointer_type(dtype))
+def address(table, item, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """What the table says of ``item``, where that is a multiple of 16 bytes if ``ALIGNED``."""
+    found = tl.load(table + item * COLUMNS_OF_TABLE + COLUMN).to(tl.pointer_type(dtype))
     if ALIGNED:
         found = tl.multiple_of(found, 16)
     return found
+
+
+@triton.jit
+def slot_of(table, item):
+    """Which matrix of Newton-Schulz's stack ``item`` is."""
+    return tl.load(table + item * COLUMNS_OF_TABLE + SLOT)
 
 
 @triton.jit
@@ -41,7 +53,7 @@ def direction_of(grad, buffer, momentum, NESTEROV: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def momentum_kernel(
-    table,  # int64 [items, FIELDS]: gradient, momentum, presence, out
+    table,  # int64 [items, COLUMNS_OF_TABLE]
     sums,  # fp32 [items, P]
     exponents,  # int32 [items, P]
     rows,
@@ -63,11 +75,11 @@ def momentum_kernel(
 ):
     """Momentum in place, and the sum of squares of the direction over tiles p, p + P, p + 2 P, ..."""
     item, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    grad = address(table, item, 0, GRAD, ALIGNED)
-    buffer = address(table, item, 1, BUFFER, ALIGNED)
+    grad = address(table, item, GRADIENT, GRAD, ALIGNED)
+    buffer = address(table, item, MOMENTUM, BUFFER, ALIGNED)
     present = True
     if PRESENCE is not None:
-        present = tl.load(address(table, item, 2, PRESENCE, False)) != 0
+        present = tl.load(address(table, item, PRESENT, PRESENCE, False)) != 0
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
     total = 0.0
     largest = -LARGEST
@@ -88,9 +100,10 @@ def momentum_kernel(
 
 @triton.jit(do_not_specialize=["parts", "programs"])
 def direction_kernel(
-    table,  # as above
+    table,
     sums,
     exponents,
+    out,  # [slots, R', C']
     rows,
     columns,
     out_rows,
@@ -101,11 +114,11 @@ def direction_kernel(
     g_sc,
     b_sr,
     b_sc,
+    out_sb,
     out_sr,
     momentum,
     GRAD: tl.constexpr,
     BUFFER: tl.constexpr,
-    OUT: tl.constexpr,
     NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
     PARTS: tl.constexpr,  # no smaller than parts, a power of two
@@ -117,9 +130,9 @@ def direction_kernel(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     item, first = program // programs, programs - 1 - program % programs
     scale, inverse = scale_of(sums + item * parts, exponents + item * parts, parts, PARTS)
-    grad = address(table, item, 0, GRAD, ALIGNED)
-    buffer = address(table, item, 1, BUFFER, ALIGNED)
-    out = address(table, item, 3, OUT, ALIGNED)
+    grad = address(table, item, GRADIENT, GRAD, ALIGNED)
+    buffer = address(table, item, MOMENTUM, BUFFER, ALIGNED)
+    out += slot_of(table, item) * out_sb
     tiles = tl.cdiv(out_rows, ROWS) * tl.cdiv(out_columns, COLUMNS)
     for visit in range(first, tiles, programs):
         r_R1, c_1C = place_of(tiles - 1 - visit, out_columns, ROWS, COLUMNS)
@@ -129,18 +142,20 @@ def direction_kernel(
         x_RC = direction_of(g_RC, b_RC, momentum, NESTEROV)
         y_RC = tl.where(inside_RC, x_RC * scale * inverse, 0.0)
         room_RC = (r_R1 < out_rows) & (c_1C < out_columns)
-        tl.store(out + r_R1 * out_sr + c_1C, y_RC.to(OUT), mask=room_RC)
+        tl.store(out + r_R1 * out_sr + c_1C, y_RC.to(out.dtype.element_ty), mask=room_RC)
 
 
 @triton.jit(do_not_specialize=["programs"])
 def apply_kernel(
-    table,  # int64 [items, FIELDS]: weight, factor, presence, copy
+    table,
     lr,  # fp32 [1], or what is not read
+    factor,  # [slots, R, C]
     rows,
     columns,
     programs,  # per matrix
     w_sr,
     w_sc,
+    f_sb,
     f_sr,
     f_sc,
     c_sr,
@@ -149,7 +164,6 @@ def apply_kernel(
     weight_decay,
     scale,
     WEIGHT: tl.constexpr,  # dtypes
-    FACTOR: tl.constexpr,
     COPY: tl.constexpr,  # None: there is none
     PRESENCE: tl.constexpr,  # None: every item is stepped
     READS_LR: tl.constexpr,
@@ -159,13 +173,13 @@ def apply_kernel(
 ):
     """W ← W·(1 − lr·weight_decay) − lr·scale·factor, and W once more in the dtype of the copy."""
     item, first = tl.program_id(0) // programs, tl.program_id(0) % programs
-    weight = address(table, item, 0, WEIGHT, ALIGNED)
-    factor = address(table, item, 1, FACTOR, ALIGNED)
+    weight = address(table, item, WEIGHTS, WEIGHT, ALIGNED)
+    factor += slot_of(table, item) * f_sb
     if COPY is not None:
-        copy = address(table, item, 3, COPY, ALIGNED)
+        copy = address(table, item, COPIES, COPY, ALIGNED)
     present = True
     if PRESENCE is not None:
-        present = tl.load(address(table, item, 2, PRESENCE, False)) != 0
+        present = tl.load(address(table, item, PRESENT, PRESENCE, False)) != 0
     if READS_LR:
         rate = tl.load(lr)
     decay = 1.0 - rate * weight_decay

@@ -57,26 +57,56 @@ class NormalizeFn(Protocol):
     def __call__(self, matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the entries of a matrix lie: row r, column c at ``r * row_stride + c * column_stride`` entries."""
+
+    row_stride: int
+    column_stride: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the matrices that one launch updates have in common, wherever they lie.
+
+    Attributes:
+        m, n: m ≤ n.
+        grad, buffer, weight: float32, float16 or bfloat16, any strides.
+        copy: likewise, of where the new weight goes once more, rounded; None where it does not.
+        presence: dtype of a number that is 0 where no rank had a gradient; None where all have one.
+        scale: of the step.
+    """
+
+    m: int
+    n: int
+    grad: Layout
+    buffer: Layout
+    weight: Layout
+    copy: Layout | None = None
+    presence: torch.dtype | None = None
+    scale: float = 1.0
+
+
+TABLE = ("grad", "buffer", "weight", "copy", "presence", "slot")
+"""Columns of a table, int64, one row a matrix: the address of each, and which matrix of Newton-Schulz's stack it is."""
+
+
 class DirectFn(Protocol):
     """Momentum in place, then the direction normalized and cast: ``momentum_`` followed by ``normalize_into``.
 
     The direction itself is in float32, of a buffer in half precision as it is stored.
 
     Args:
-        grads, buffers: stacks ``[B, M, N]`` of any strides; float32, float16 or bfloat16.
-        outs: as in ``normalize_into``; float16 or bfloat16.
-        presence: for each stack None or a 0-dim tensor: 0 leaves its buffer bitwise as it is.
+        table: ``[items, len(TABLE)]`` on the device.
+        out: ``[B, M', N']`` as in ``normalize_into``, float16 or bfloat16; written at every row's slot.
+        aligned: whether all addresses but that of the presence are multiples of 16.
+
+    Where the presence is 0 a buffer stays bitwise as it is.
     """
 
     def __call__(
-        self,
-        grads: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        *,
-        momentum: float,
-        nesterov: bool,
-        presence: Sequence[Tensor | None],
+        self, table: Tensor, kind: Kind, out: Tensor, *, momentum: float, nesterov: bool, aligned: bool
     ) -> None: ...
 
 
@@ -84,24 +114,15 @@ class ApplyFn(Protocol):
     """W ← W·(1 − lr·weight_decay) − lr·scale·factor, in place, and the new W once more, rounded, in its copy.
 
     Args:
-        weights: stacks ``[B, M, N]`` of any strides; float32, float16 or bfloat16.
-        factors: same shapes, any strides; float16 or bfloat16.
-        copies: for each stack None or a tensor of its shape; float32, float16 or bfloat16.
+        table, aligned: as in :class:`DirectFn`.
+        factor: ``[B, M, N]`` of any strides, float16 or bfloat16; read at every row's slot.
         lr: number or one-element tensor; never read by the host where it is on the device.
-        scales: one for each stack.
-        presence: as in :class:`DirectFn`; 0 leaves the weight bitwise as it is. The copy is written either way.
+
+    Where the presence is 0 a weight stays bitwise as it is. The copy is written either way.
     """
 
     def __call__(
-        self,
-        weights: Sequence[Tensor],
-        factors: Sequence[Tensor],
-        copies: Sequence[Tensor | None],
-        *,
-        lr: Scalar,
-        weight_decay: float,
-        scales: Sequence[float],
-        presence: Sequence[Tensor | None],
+        self, table: Tensor, kind: Kind, factor: Tensor, *, lr: Scalar, weight_decay: float, aligned: bool
     ) -> None: ...
 
 

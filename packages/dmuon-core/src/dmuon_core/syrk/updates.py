@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dmuon_core.formulas import apply_, momentum_
 from dmuon_core.normalize import normalize_into
-from dmuon_core.syrk.contract import SyrkSpec, UpdateFns
+from dmuon_core.syrk.contract import Kind, Layout, SyrkSpec, UpdateFns
 from dmuon_core.syrk.extras import CheckedExtras
 
 _extras: CheckedExtras[UpdateFns | None] = CheckedExtras()
@@ -25,43 +27,94 @@ def update_of(specs: Iterable[SyrkSpec], device: torch.device) -> UpdateFns | No
     return None
 
 
+@dataclass(frozen=True, eq=False)
+class UpdateStacks:
+    """Stacks ``[B, M, N]`` of one shape, whose matrix i has slot i: a launch of the passes on plain tensors.
+
+    A ``grad`` and a ``buffer`` are what ``direct`` needs, a ``weight`` what ``apply`` does.
+    """
+
+    grad: Tensor
+    buffer: Tensor
+    weight: Tensor
+    copy: Tensor | None = None
+    presence: Tensor | None = None
+    scale: float = 1.0
+
+    def direct(self, fns: UpdateFns, out: Tensor, *, momentum: float, nesterov: bool) -> None:
+        table, aligned = self._table()
+        fns.direct(table, self._kind(), out, momentum=momentum, nesterov=nesterov, aligned=aligned)
+
+    def apply(self, fns: UpdateFns, factor: Tensor, *, lr: float | Tensor, weight_decay: float) -> None:
+        table, aligned = self._table()
+        fns.apply(table, self._kind(), factor, lr=lr, weight_decay=weight_decay, aligned=aligned)
+
+    def _kind(self) -> Kind:
+        grad, buffer, weight = (_layout(x) for x in (self.grad, self.buffer, self.weight))
+        presence = None if self.presence is None else self.presence.dtype
+        copy = None if self.copy is None else _layout(self.copy)
+        _, m, n = self.grad.shape
+        return Kind(m, n, grad, buffer, weight, copy, presence, self.scale)
+
+    def _table(self) -> tuple[Tensor, bool]:
+        """Of :data:`TABLE`, and whether it is aligned."""
+        count = self.grad.shape[0]
+        columns = [_addresses(x, count) for x in (self.grad, self.buffer, self.weight, self.copy)]
+        aligned = not any(address % 16 for column in columns for address in column)
+        columns += [[0 if self.presence is None else self.presence.data_ptr()] * count, list(range(count))]
+        table = torch.tensor(columns, dtype=torch.int64, device="cpu").T.contiguous()
+        return table.to(self.grad.device), aligned
+
+
+def _layout(x_BMN: Tensor) -> Layout:
+    return Layout(x_BMN.stride(1), x_BMN.stride(2), x_BMN.dtype)
+
+
+def _addresses(x_BMN: Tensor | None, count: int) -> list[int]:
+    if x_BMN is None:
+        return [0] * count
+    return [x_BMN.data_ptr() + i * x_BMN.stride(0) * x_BMN.element_size() for i in range(count)]
+
+
 def _complaint(fns: UpdateFns | None, device: torch.device) -> str | None:
     """Why stacks of small matrices do not come out as core computes them.
 
-    Both layouts, padding, two scales, a learning rate on the device, and each pass once for a parameter that nobody has
-    a gradient for.
+    Both layouts, padding, with a copy and without, a learning rate on the device, and a parameter that nobody has a
+    gradient for.
     """
     if fns is None:
         return None
+    absent = torch.zeros((), dtype=torch.float32, device=device)
+    cases = (False, True, None), (True, False, None), (False, True, absent)
+    right = all(_computes_right(fns, device, *case) for case in cases)
+    return None if right else "it computes wrong values in the check at load"
+
+
+def _computes_right(fns: UpdateFns, device: torch.device, turned: bool, copied: bool, presence: Tensor | None) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shape = (3, 3, 20, 40)
-    weight, grad, buffer = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(device)
-    presence = [None, torch.zeros((), dtype=torch.float32, device=device)]
+    weight, grad, buffer = torch.randn((3, 3, 20, 40), dtype=torch.float32, device="cpu", generator=generator).to(
+        device
+    )
     lr = torch.full((), 0.5, dtype=torch.float32, device=device)
-    got, want = ([buffer.clone(), buffer.clone(), weight.clone(), weight.clone(), weight.clone()] for _ in range(2))
-    outs, right = ([torch.empty(3, 32, 48, dtype=torch.float16, device=device) for _ in range(2)] for _ in range(2))
-    copies = [torch.empty_like(weight, dtype=torch.float16) for _ in range(2)]
+    out, want_out = (torch.empty(3, 32, 48, dtype=torch.float16, device=device) for _ in range(2))
+    copy = torch.empty_like(weight, dtype=torch.float16) if copied else None
+    if turned:
+        weight, grad, buffer = (x.mT.contiguous().mT for x in (weight, grad, buffer))
+        out, want_out = (x.mT.contiguous().mT for x in (out, want_out))
+    want_weight, want_buffer = weight.clone(), buffer.clone()
 
-    fns.direct(
-        [grad, grad.mT], [got[0], got[1].mT], [outs[0], outs[1].view(3, 48, 32)],
-        momentum=0.9, nesterov=True, presence=presence,
-    )  # fmt: skip
-    factor = outs[0][:, :20, :40]
-    fns.apply(
-        [got[2], got[3].mT, got[4]], [factor, factor.mT, factor], [copies[0], None, copies[1]],
-        lr=lr, weight_decay=0.1, scales=[2.0, 3.0, 2.0], presence=[None, None, presence[1]],
-    )  # fmt: skip
+    stacks = UpdateStacks(grad, buffer, weight, copy, presence, scale=3.0)
+    stacks.direct(fns, out, momentum=0.9, nesterov=True)
+    factor = out[:, :20, :40]
+    stacks.apply(fns, factor, lr=lr, weight_decay=0.1)
 
-    directions = [
-        momentum_(want[i], grad, momentum=0.9, nesterov=True, presence=each) for i, each in enumerate(presence)
-    ]
-    normalize_into([directions[0], directions[1].mT], [right[0], right[1].view(3, 48, 32)])
-    for i, scale in ((2, 2.0), (3, 3.0)):
-        apply_(want[i], factor, lr=lr, weight_decay=0.1, scale=scale)
+    direction = momentum_(want_buffer, grad, momentum=0.9, nesterov=True, presence=presence)
+    normalize_into([direction], [want_out])
+    apply_(want_weight, factor, lr=lr, weight_decay=0.1, scale=3.0, presence=presence)
 
-    # Entries of outs are around 1/28 in half precision, the others around 1 in float32: a few roundings.
-    close = all(torch.allclose(a, b, rtol=0.0, atol=1e-4) for a, b in zip(outs, right, strict=True))
-    close = close and all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, want, strict=True))
-    exact = torch.equal(got[1], buffer) and torch.equal(got[4], weight)
-    exact = exact and all(torch.equal(a, b.half()) for a, b in zip(copies, (got[2], got[4]), strict=True))
-    return None if close and exact else "it computes wrong values in the check at load"
+    # Entries of out are around 1/28 in half precision, the others around 1 in float32: a few roundings.
+    close = torch.allclose(out, want_out, rtol=0.0, atol=1e-4)
+    close = close and torch.allclose(buffer, want_buffer, rtol=1e-5, atol=1e-5)
+    close = close and torch.allclose(weight, want_weight, rtol=1e-5, atol=1e-5)
+    exact = presence is None or (torch.equal(buffer, want_buffer) and torch.equal(weight, want_weight))
+    return close and exact and (copy is None or torch.equal(copy, weight.half()))

@@ -64,7 +64,7 @@ class DedicatedParam:
         """What steps it: ``"muon"`` or ``"adamw"``."""
         return self.spec.treatment.route
 
-    @property
+    @cached_property
     def view(self) -> MatrixView:
         return self.spec.view
 

@@ -1,13 +1,15 @@
 """Time whole training steps of FSDP2 + fused AdamW, DMuon and other Muons on the same model and data, side by side.
 
-    torchrun --nproc_per_node=2 tools/bench_step.py [--model dense-1b] [--tokens 8192 32768 131072] [--peers]
-        [--profile] [--trace FOLDER] [--replicas 1 2] [--rounds 3] [--steps 15] [--out r.json] [--markdown r.md]
+    torchrun --nproc_per_node=2 --max-restarts=9 tools/bench_step.py [--model dense-1b] [--tokens 8192 32768 131072]
+        [--peers] [--profile] [--trace FOLDER] [--replicas 1 2] [--rounds 3] [--steps 15] [--out r.json]
+        [--markdown r.md]
 
 Models are those of bench_models.py, bf16 compute and reduce, fp32 masters. A step's tokens come in micro-batches, and
 each one's gradients are reduced, which is what FSDP2 does by default. Variants are ``fsdp2``, ``dmuon-z3`` and
 ``dmuon-z2`` (weights stay gathered until backward), both also with ``-norms``, where the norms of a layer have owners
-too, who step them by AdamW; and with ``--peers`` all of peer_optimizers.py, last, in one round and with fewer steps:
-one that cannot run says why instead.
+too, who step them by AdamW; and with ``--peers`` all of peer_optimizers.py, last, in one round and with fewer steps.
+One that cannot run says why instead and is left out from then on; if it fails on some ranks alone, all of them start
+anew without it, as often as ``--max-restarts`` has it.
 
 Correctness first: a variant's first loss must be that of the first variant, its last one finite, and every matrix must
 have moved. Variants take turns, several rounds; medians of steps, then of rounds. Every figure is the highest over the
@@ -35,7 +37,7 @@ import platform
 import statistics
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +59,7 @@ from step_times import (
     timed,
     train_step,
 )
+from step_turns import Turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -221,21 +224,21 @@ def profile_optimizer(trained: Trained, batches: Sequence[Tensor]) -> step_profi
 # --- comparing
 
 
-def compare(mesh: DeviceMesh, options: argparse.Namespace, results: Results, variants: Sequence[str]) -> None:
-    """One round: every variant in turn. A peer that cannot run leaves its reason; it is not tried again."""
-    data = {tokens: micro_batches(tokens, mesh.device_type, options) for tokens in options.tokens}
-    for variant in variants:
-        begin = time.perf_counter()
-        try:
-            measure(variant, mesh, data, results, options)
-        except Exception as error:
-            if variant in OURS:
-                raise
-            results.reasons[variant] = describe(error)
-            if dist.get_rank() == 0:
-                traceback.print_exc(limit=-6)
-        say(f"{variant}: {time.perf_counter() - begin:.1f} s {results.reasons.get(variant, '')}")
-    release()
+def take_turn(
+    turn: int, variant: str, results: Results, turns: Turns, measured: Callable[[], None], drain: Callable[[], None]
+) -> None:
+    """One round of a variant. One that cannot run leaves its reason; it is not tried again."""
+    begin, reason = time.perf_counter(), ""
+    try:
+        measured()
+    except Exception as error:
+        reason = describe(error)
+        if dist.get_rank() == 0:
+            traceback.print_exc(limit=-6)
+    agreed = turns.end(turn, reason, drain)
+    if agreed:
+        results.reasons[variant] = agreed
+    say(f"{variant}: {time.perf_counter() - begin:.1f} s {agreed}")
 
 
 def micro_batches(tokens: int, device: str, options: argparse.Namespace) -> list[Tensor]:
@@ -313,15 +316,15 @@ def tables(rows: list[dict], results: dict[int, Results]) -> str:
 
 
 def write(results: dict[int, Results], options: argparse.Namespace) -> str:
-    """The report; to the files that were asked for too."""
+    """The report; of rank 0 to the files that were asked for too."""
     rows = [row for replicas, each in results.items() for row in rows_of(each, replicas)]
     about = environment(options)
     text = ", ".join(f"{key} {value}" for key, value in about.items()) + "\n\n" + tables(rows, results)
     if options.peers:
         text += "".join(f"\n\n{name} is not compared: {why}" for name, why in ABSENT.items())
-    if options.markdown is not None:
+    if options.markdown is not None and dist.get_rank() == 0:
         options.markdown.write_text(text + "\n", encoding="utf-8")
-    if options.out is not None:
+    if options.out is not None and dist.get_rank() == 0:
         profiles = {
             replicas: {variant: asdict(profile) for variant, profile in each.profiles.items()}
             for replicas, each in results.items()
@@ -356,36 +359,64 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace) -> dict[int, Results]:
+def run(options: argparse.Namespace, turns: Turns) -> dict[int, Results]:
     """Compare on every mesh and report. Needs an initialised process group.
 
-    Peers come last, and what is known before them is written: one that breaks the device takes nothing else along.
+    Peers come last, and what is known is written after every turn: one that breaks the device takes nothing else along.
     """
     ours = [variant for variant in options.variants if variant in OURS]
     peers = [variant for variant in options.variants if variant not in OURS]
-    results = {replicas: Results() for replicas in options.replicas}
+    rounds = [ours] * options.rounds + [[peer] for peer in peers]
+    order = [(replicas, variant) for variants in rounds for replicas in options.replicas for variant in variants]
     meshes = {
         replicas: init_device_mesh(
             options.device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard")
         )
         for replicas in options.replicas
     }
-    text = ""
-    for variants in [ours] * options.rounds + [[peer] for peer in peers]:
-        for replicas, mesh in meshes.items():
-            compare(mesh, options, results[replicas], variants)
-        text = write(results, options) if dist.get_rank() == 0 else ""
-    say(text)
+    data = {tokens: micro_batches(tokens, options.device, options) for tokens in options.tokens}
+    drain = functools.partial(synchronize, torch.device(options.device))
+    done, results = resume(turns, order, options)
+    for turn, (replicas, variant) in enumerate(order):
+        here = results[replicas]
+        if turn >= done and variant not in here.reasons:
+            measured = functools.partial(measure, variant, meshes[replicas], data, here, options)
+            take_turn(turn, variant, here, turns, measured, drain)
+            write(results, options)
+        turns.keep(max(done, turn + 1), results)
+    release()
+    say(write(results, options))
     return results
+
+
+def resume(turns: Turns, order: Sequence[tuple[int, str]], options: argparse.Namespace) -> tuple[int, dict]:
+    """How many turns are done, and the results. A restart leaves out the variant whose turn it was."""
+    kept = turns.kept()
+    if kept is None:
+        results = {replicas: Results() for replicas in options.replicas}
+        turns.keep(0, results)
+        return 0, results
+    done, results = kept
+    if done < len(order):
+        replicas, variant = order[done]
+        results[replicas].reasons.setdefault(variant, turns.said(done))
+    return done, results
 
 
 def main() -> None:
     options = parse()
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # A peer that fails on one rank alone keeps the others waiting; compiling one takes minutes.
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    run(options)
+    folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2]  # torchrun's, of this run with all its restarts
+    dist.init_process_group(
+        "nccl" if options.device == "cuda" else "gloo",
+        # torchrun's store may still hold addresses of ranks that are gone.
+        init_method=f"file://{folder}/store-{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=5),  # compiling a peer takes minutes, and one rank may be done before another
+    )
+    run(options, Turns(folder))
     dist.destroy_process_group()
 
 

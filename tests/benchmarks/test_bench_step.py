@@ -6,14 +6,17 @@ import gzip
 import json
 import time
 from collections import Counter
+from pathlib import Path
 
 import bench_step
 import pytest
 import step_times
+import step_turns
 import torch
 import torch.distributed as dist
 from bench_models import TINY, LanguageModel, MixtureOfExperts, is_matrix
 from step_profile import Kernel, Profile, Span, markdown, occupancy
+from step_turns import Turns
 
 from ranks.harness import run_ranks
 
@@ -24,8 +27,10 @@ def options_of(*arguments: str):
 
 def compare(folder: str, model: str, *arguments: str):
     chosen = options_of("--model", model, "--profile", *arguments)
-    chosen.out, chosen.markdown = (bench_step.Path(folder, f"{model}.{end}") for end in ("json", "md"))
-    bench_step.run(chosen)
+    chosen.out, chosen.markdown = (Path(folder, f"{model}.{end}") for end in ("json", "md"))
+    turns = Path(folder, model)
+    turns.mkdir(exist_ok=True)
+    bench_step.run(chosen, Turns(turns))
 
 
 def compare_models(folder: str):
@@ -125,6 +130,38 @@ def test_a_peer_that_cannot_run_says_why(reports):
     report, text = reports["moe"]
     assert "only supports 2D" in report["reasons"]["1"]["torch-muon"]
     assert "torch-muon (replicas 1) did not run: ValueError" in text
+
+
+def adamw(division):
+    return [torch.optim.AdamW([*division.matrices.values(), *division.rest], lr=1e-4)]
+
+
+def starved(division):
+    """Finds no memory on rank 1 alone; the others go on to the next collective."""
+    if dist.get_rank() == 1:
+        torch.empty(2**60)
+    return adamw(division)
+
+
+def compare_with_one_starved(folder: str):
+    step_turns.PATIENCE_S = 0.5
+    bench_step.PEERS |= {"starved": starved, "last": adamw}
+    compare(folder, "dense-1b", "--tokens", "64", "--variants", "fsdp2", "starved", "last")
+
+
+def test_a_variant_that_fails_on_one_rank_costs_neither_what_was_measured_nor_the_rest(tmp_path):
+    """The others wait for it in a collective, and a rank that went on would meet them there with another variant's."""
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(2, compare_with_one_starved, str(tmp_path))
+    before = json.loads((tmp_path / "dense-1b.json").read_text())
+    assert [row["variant"] for row in before["rows"]] == ["fsdp2"]
+    run_ranks(2, compare_with_one_starved, str(tmp_path))  # what torchrun --max-restarts does
+    after = json.loads((tmp_path / "dense-1b.json").read_text())
+    assert {row["variant"] for row in after["rows"]} == {"fsdp2", "last"}
+    assert before["rows"][0] in after["rows"]
+    assert after["reasons"]["1"].keys() == {"starved"}
+    assert "rank 1: RuntimeError" in after["reasons"]["1"]["starved"]
+    assert "memory" in after["reasons"]["1"]["starved"]
 
 
 def test_the_optimizer_step_is_taken_apart(reports):

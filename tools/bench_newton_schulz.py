@@ -5,8 +5,9 @@
 Times are medians of interleaved rounds. ``eager`` and ``graph`` are DMuon's own call on a stream, host time included,
 without and with CUDA graphs; ``gpu`` is the same work replayed whole from one graph, so without host time. All have the
 norm and the cast of the input in them, and leave the result in half precision, as an optimizer consumes it.
-``torch.optim.Muon`` is its iteration, one matrix after the other, on a stream. With --peers gram-newton-schulz (not
-compiled) and emerging-optimizers stand beside them, replayed from a graph too; why one does not run is printed.
+``torch.optim.Muon`` is its iteration, one matrix after the other, on a stream. With --peers gram-newton-schulz, not
+compiled and compiled, and emerging-optimizers stand beside them, replayed from a graph too; why one does not run is
+printed.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def peers() -> dict[str, Callable[[torch.Tensor], object]]:
         from gram_newton_schulz import GramNewtonSchulz
 
         found["gram-newton-schulz"] = GramNewtonSchulz(compile_kwargs=None)
+        # For every shape anew, as a model's own shapes would be.
+        torch._dynamo.config.recompile_limit = 64
+        found["the same, compiled"] = GramNewtonSchulz(compile_kwargs={"fullgraph": True, "dynamic": False})
     except Exception as error:
         print(f"gram-newton-schulz: {type(error).__name__}: {error}")
     try:

@@ -121,6 +121,23 @@ def without_names():
     assert_same(target.state(), source.state())
 
 
+def values_that_are_none():
+    """Found before the first parameter is replaced."""
+    run = Run()
+    run.train([0])
+    before = run.everything()
+    good = run.optimizer.state_dict()
+    for index, key, value, said in (
+        (0, "momentum_buffer", torch.empty(64, 64, device="meta"), "momentum_buffer of blocks.0.q.weight is on meta"),
+        (20, "step", torch.zeros(2), r"step of \S+ is \(2,\), not a number"),
+        (20, "step", "two", r"step of \S+ is 'two', not a number"),
+    ):
+        damaged = {**good, "state": {**good["state"], index: {**good["state"][index], key: value}}}
+        with pytest.raises(ValueError, match=said):
+            run.optimizer.load_state_dict(damaged)
+        assert_same(run.everything(), before)
+
+
 def regrouped(state):
     """Without names of groups, which would say what belongs together."""
     groups = [{k: v for k, v in group.items() if k != "group_name"} for group in state.get("param_groups", [])]
@@ -194,6 +211,7 @@ def names_and_groups():
     steps_of_an_owners_adamw()
     other_groups()
     without_names()
+    values_that_are_none()
 
 
 def test_state_is_found_by_name_and_kept_for_frozen_parameters_and_empty_groups(ranks):

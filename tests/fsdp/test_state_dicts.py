@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import dmuon
+from dmuon_fsdp.runtime.layout import local_of
 from fsdp.models import Block, Toy, close, is_projection
 from fsdp.resuming import Run, assert_same, reference, reference_optimizer, train_reference
 
@@ -305,6 +307,59 @@ def momentum_after_loading():
 def test_momentum_keeps_its_dtype_and_values(ranks):
     """torch's load_state_dict casts state to the parameter's dtype: fp32 momentum of bf16 weights lost 16 bits."""
     ranks(2, momentum_after_loading)
+
+
+class Watched(dict):
+    """State of a parameter that counts, when a value is taken from it, how much of the old state is there."""
+
+    def __getitem__(self, key):
+        self.counts.append(sum(old() is not None for old in self.old))
+        return super().__getitem__(key)
+
+
+def replaced_one_by_one():
+    run = Run()
+    run.train([0])
+    before = run.state()
+    given = {
+        index: Watched({key: value.clone() for key, value in run.optimizer.state[parameter].items()})
+        for index, parameter in enumerate(p for group in run.optimizer.param_groups for p in group["params"])
+    }
+    Watched.counts = []
+    moments = (value for entry in run.optimizer.state.values() for value in entry.values() if value.ndim)
+    Watched.old = [weakref.ref(local_of(value)) for value in moments]
+    run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": given})
+    assert_same(run.state(), before)
+    assert Watched.counts[0] == len(Watched.old)
+    assert Watched.counts[-1] <= 2  # the moments of the last one
+
+
+def given_back():
+    run = Run()
+    run.train([0])
+    before = run.state()
+    places = [local_of(value).data_ptr() for entry in run.optimizer.state.values() for value in entry.values()]
+    _, state = dsd.get_state_dict(run.model, run.optimizer)
+    dsd.set_optimizer_state_dict(run.model, run.optimizer, state)
+    assert_same(run.state(), before)
+    moments = [v for entry in run.optimizer.state.values() for v in entry.values() if v.ndim and local_of(v).numel()]
+    assert moments
+    assert {local_of(value).data_ptr() for value in moments} <= set(places)
+    # What another optimizer goes on with is a copy.
+    other = Run(seed=3)
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    run.train([1])
+    assert_same(other.state(), before)
+
+
+def once_and_not_twice():
+    replaced_one_by_one()
+    given_back()
+
+
+def test_loading_never_holds_the_state_twice(ranks):
+    """Old and new state side by side took 2 GB of a GPU for a model of 1 B parameters on two of them."""
+    ranks(2, once_and_not_twice)
 
 
 # --- some ranks only

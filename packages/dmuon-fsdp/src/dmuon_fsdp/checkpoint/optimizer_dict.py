@@ -172,7 +172,7 @@ class _Loading:
             check_shapes(_SOURCE, dict.fromkeys(shapes, tuple(self.names[name].shape)), shapes)
 
     def _laid_out(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of one parameter; a whole tensor is gone when the next one comes."""
+        """The state of one parameter, this rank's part, in host memory; whole tensors come one at a time."""
         parameter, values = self.names[name], self.nested["state"].get(name, {})
         state = {}
         for key, outline in entry.items():
@@ -181,7 +181,7 @@ class _Loading:
                 value = outline
             elif self.options.full_state_dict:
                 whole = self.source.whole(value, outline, local_of(parameter).device)
-                value = laid_out(whole, parameter, dtype=whole.dtype)
+                value = laid_out(whole, parameter, dtype=whole.dtype, device=torch.device("cpu"))
             state[key] = value
         return state
 

@@ -160,9 +160,8 @@ class Muon(Optimizer):
             return {"state": {}, "param_groups": read[0].groups}
 
         def put(_: Optimizer) -> None:
-            for parameter, state in read[0].state.items():
-                self.state[parameter] = state
             self._masters.forget()
+            read[0].put(self.state, self._rules)
             self.create_state()
             self._begun = True
 

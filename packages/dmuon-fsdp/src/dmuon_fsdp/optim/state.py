@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_fsdp.optim.masters import KEY as MASTER
-from dmuon_fsdp.runtime.layout import laid_out, local_of
+from dmuon_fsdp.runtime.layout import is_laid_out, laid_out, local_of
 
 State = MutableMapping[Any, dict[str, Any]]
 Group = Mapping[str, Any]
@@ -56,12 +56,25 @@ class StateRules:
             return moments
         return {"step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter)), **moments}
 
-    def loaded(self, parameter: nn.Parameter, algorithm: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """``saved``, which was checked, in the parameter's layout and our dtypes."""
+    def loaded(
+        self, parameter: nn.Parameter, algorithm: str, saved: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """``saved``, which was checked, in the parameter's layout and our dtypes: copies.
+
+        Args:
+            own: the state that this replaces. A tensor of it that is given back, as after
+                ``torch.distributed.checkpoint.load`` into it, stays where it is.
+        """
+
+        def taken(key: str, dtype: torch.dtype) -> Tensor:
+            value: Tensor = saved[key]
+            given_back = own.get(key) is saved[key] and is_laid_out(value, parameter, dtype=dtype)
+            return value if given_back else laid_out(value, parameter, dtype=dtype)
+
         dtype = self._dtype(parameter, algorithm)
-        state = {key: laid_out(saved[key], parameter, dtype=dtype) for key in _MOMENTS[algorithm]}
+        state = {key: taken(key, dtype) for key in _MOMENTS[algorithm]}
         if parameter in self.master_dtypes:
-            state[MASTER] = laid_out(saved[MASTER], parameter, dtype=self.master_dtypes[parameter])
+            state[MASTER] = taken(MASTER, self.master_dtypes[parameter])
         if algorithm == "muon":
             return state
         step = torch.as_tensor(saved["step"], dtype=torch.float32).detach().reshape(())
@@ -105,11 +118,37 @@ def refresh(state: State, groups: Sequence[Group], rules: StateRules) -> None:
 
 
 @dataclass(frozen=True)
+class _Entry:
+    name: str
+    parameter: nn.Parameter
+    algorithm: str
+    saved: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Loaded:
-    """A state dict that was read and found right: options by group, and state by parameter."""
+    """A state dict that was read and found right.
+
+    Attributes:
+        groups: options by group.
+        entries: what was saved, by parameter.
+        own: the state that is there.
+    """
 
     groups: list[dict[str, Any]]
-    state: dict[nn.Parameter, dict[str, Any]]
+    entries: list[_Entry]
+    own: dict[nn.Parameter, dict[str, Any]]
+
+    def put(self, state: State, rules: StateRules) -> None:
+        """Into ``state`` what was saved: of what it replaces no more than one parameter's is there beside the new."""
+        state.update(self.own)
+        self.own.clear()
+        for entry in self.entries:
+            own = state.get(entry.parameter) or {}
+            if entry.saved is not None:
+                state[entry.parameter] = rules.loaded(entry.parameter, entry.algorithm, entry.saved, own)
+            elif entry.parameter.requires_grad:
+                state.pop(entry.parameter, None)
 
 
 def read_state_dict(given: Mapping[str, Any], state: State, groups: Sequence[Group], rules: StateRules) -> Loaded:
@@ -126,24 +165,9 @@ def read_state_dict(given: Mapping[str, Any], state: State, groups: Sequence[Gro
     complaints = [c for entry in entries for c in _complaints(entry, rules)]
     if complaints:
         raise ValueError(f"the optimizer state does not fit: {'; '.join(complaints)}")
-    loaded = {
-        entry.parameter: rules.loaded(entry.parameter, entry.algorithm, entry.saved)
-        for entry in entries
-        if entry.saved is not None
-    }
-    for entry in entries:
-        if entry.saved is None and not entry.parameter.requires_grad and state.get(entry.parameter):
-            loaded[entry.parameter] = state[entry.parameter]
+    own = {entry.parameter: state[entry.parameter] for entry in entries if state.get(entry.parameter)}
     options = [_options(source, group) for source, group in zip(sources, groups, strict=True)]
-    return Loaded(options, loaded)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    parameter: nn.Parameter
-    algorithm: str
-    saved: Mapping[str, Any] | None
+    return Loaded(options, entries, own)
 
 
 def _names(group: Group) -> list[str] | None:
@@ -229,11 +253,19 @@ def _complaints(entry: _Entry, rules: StateRules) -> Iterator[str]:
     if missing or extra:
         yield f"{entry.name} has {', '.join(map(repr, entry.saved))} where {', '.join(map(repr, wanted))} belong"
         return
-    for key in (key for key in wanted if key != "step"):
+    for key in wanted:
         value = entry.saved[key]
-        if not isinstance(value, Tensor) or value.shape != entry.parameter.shape:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            yield f"{key} of {entry.name} is {shape}, its parameter {tuple(entry.parameter.shape)}"
+        if isinstance(value, Tensor) and value.is_meta:
+            yield f"{key} of {entry.name} is on meta and has no values"
+        elif key == "step":
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))):
+                yield f"step of {entry.name} is {_shape(value)}, not a number"
+        elif not isinstance(value, Tensor) or value.shape != entry.parameter.shape:
+            yield f"{key} of {entry.name} is {_shape(value)}, its parameter {tuple(entry.parameter.shape)}"
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else repr(value)
 
 
 def _options(source: Group, group: Group) -> dict[str, Any]:

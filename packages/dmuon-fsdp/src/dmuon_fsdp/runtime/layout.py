@@ -33,21 +33,31 @@ def whole_of(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def laid_out(value: Tensor, like: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """A copy of ``value`` as ``like`` is laid out, on its device.
+def laid_out(value: Tensor, like: Tensor, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A copy of ``value`` as ``like`` is laid out.
 
     Args:
         value: a plain tensor that holds the same on all ranks, or a DTensor of any layout, which is gathered where it
             has another one than ``like``, on all ranks of its mesh.
+        device: where this rank's part of the copy lies; None means where its part of ``like`` does.
     """
-    device = local_of(like).device
+    device = local_of(like).device if device is None else device
     if isinstance(like, OwnedTensor):
         return OwnedTensor.around(part_of(value.detach(), like).to(device, dtype, copy=True), like.shape, like.home)
     if not isinstance(like, DTensor):
         return whole_of(value).detach().to(device, dtype, copy=True)
-    made = cast(DTensor, torch.empty_like(like, dtype=dtype, requires_grad=False))
+    made = cast(DTensor, torch.empty_like(like, dtype=dtype, device=device, requires_grad=False))
     _put_block(made, value)
     return made
+
+
+def is_laid_out(value: Tensor, like: Tensor, *, dtype: torch.dtype) -> bool:
+    """Whether :func:`laid_out` would make a plain copy of it: the same layout, dtype and device already."""
+    if type(value) is not type(like.data) or (local_of(value).device, value.dtype) != (local_of(like).device, dtype):
+        return False
+    if isinstance(value, OwnedTensor) and isinstance(like, OwnedTensor):
+        return value.home == like.home
+    return not isinstance(like, DTensor) or _laid_out_alike(value, like)
 
 
 def write_(target: Tensor, value: Tensor) -> None:
@@ -78,8 +88,7 @@ def _put_block(target: DTensor, value: Tensor) -> None:
     if _laid_out_alike(value, target):
         local_tensor(target).copy_(local_of(value))
         return
-    whole = whole_of(value).detach().to(local_tensor(target).device)
-    shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    shard = distribute_tensor(whole_of(value).detach(), target.device_mesh, target.placements, src_data_rank=None)
     local_tensor(target).copy_(local_tensor(shard))
 
 

@@ -1,0 +1,119 @@
+"""What ``torch.save`` wrote, read into memory that is there: every byte that matters is held against a checksum."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+from dmuon_fsdp.checkpoint.records import Records, Section
+
+BEFORE, AFTER = b"what is saved before", b"what is saved after"
+
+
+def saved(tensor):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def section_of(path, content):
+    path.write_bytes(BEFORE + content + AFTER)
+    return Section(path.open("rb"), len(BEFORE), len(content))
+
+
+def read(section, target):
+    """As a checkpoint is read: into ``target`` where that is possible, else by torch."""
+    records = Records(section)
+    records.check_tables()
+    if records.read_into_(target):
+        return target
+    records.check()
+    section.seek(0)
+    return torch.load(section, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(5, 7),
+        torch.randn(300, 1000).bfloat16(),
+        torch.tensor(3.5),
+        torch.arange(9, dtype=torch.int64),
+        torch.rand(4, 4) > 0.5,
+        torch.empty(0, 6),
+    ],
+    ids=["fp32", "bf16", "no dimensions", "int64", "bool", "empty"],
+)
+def test_values_arrive_in_place(tmp_path, tensor):
+    target = torch.zeros_like(tensor)
+    with section_of(tmp_path / "file", saved(tensor)) as section:
+        records = Records(section)
+        records.check_tables()
+        assert records.read_into_(target)
+    assert torch.equal(target, tensor)
+
+
+def test_a_target_of_another_kind_is_left_alone(tmp_path):
+    """The same number of bytes in another meaning: read as they lie they would be other values."""
+    tensor = torch.randn(6, 4)
+    wide = torch.randn(6, 8)
+    kinds = {
+        "dtype": (tensor, torch.zeros(6, 4, dtype=torch.int32)),
+        "shape": (tensor, torch.zeros(4, 6)),
+        "strides of the target": (tensor, torch.zeros(4, 6).mT),
+        "strides of what was saved": (tensor.mT.contiguous().mT, torch.zeros(6, 4)),
+        "a view into more": (wide[:, :4], torch.zeros(6, 4)),
+    }
+    for what, (source, target) in kinds.items():
+        with section_of(tmp_path / "file", saved(source)) as section:
+            records = Records(section)
+            records.check_tables()
+            assert not records.read_into_(target), what
+            assert not target.any(), what
+            records.check()
+    with section_of(tmp_path / "file", in_the_other_order(tensor)) as section:
+        assert not Records(section).read_into_(torch.zeros(6, 4))
+        assert torch.equal(read(section, torch.zeros(6, 4)), tensor)
+
+
+def in_the_other_order(tensor):
+    """As a machine writes it whose bytes lie the other way round."""
+    values = tensor.numpy()
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(tensor))) as source, zipfile.ZipFile(written, "w") as made:
+        for record in source.infolist():
+            changed = {"archive/byteorder": b"big", "archive/data/0": values.byteswap().tobytes()}
+            made.writestr(record.filename, changed.get(record.filename, source.read(record)))
+    return written.getvalue()
+
+
+def test_no_byte_that_is_changed_changes_a_value(tmp_path):
+    """torch's reader takes whatever stands in the file. Padding may differ, everything else raises."""
+    tensor = torch.randn(4, 8)
+    good = saved(tensor)
+    values = good.index(tensor.numpy().tobytes())
+    accepted = []
+    for place in range(len(good)):
+        damaged = good[:place] + bytes([good[place] ^ 0x41]) + good[place + 1 :]
+        with section_of(tmp_path / "file", damaged) as section:
+            try:
+                got = read(section, torch.zeros(4, 8))
+            except Exception:  # whatever a damaged file makes of the readers
+                continue
+        accepted.append(place)
+        assert torch.equal(got, tensor), place
+    assert not set(accepted) & set(range(values, values + tensor.nbytes))
+    assert len(accepted) < len(good)
+
+
+def test_a_file_cut_short_or_none_of_torch(tmp_path):
+    good = saved(torch.randn(300, 1000))
+    for content in (good[:1000], good[: len(good) // 2], b"", b"no archive"):
+        with section_of(tmp_path / "file", content) as section:
+            assert not Records(section).read_into_(torch.zeros(300, 1000))
+            with pytest.raises((RuntimeError, EOFError, pickle.UnpicklingError)):  # of torch's reader
+                read(section, torch.zeros(300, 1000))

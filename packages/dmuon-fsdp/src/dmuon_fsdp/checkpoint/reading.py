@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -20,6 +21,7 @@ from torch.serialization import get_crc32_options
 
 from dmuon_fsdp.checkpoint.records import Records, Section
 from dmuon_fsdp.checkpoint.sources import Spec
+from dmuon_fsdp.runtime.routing import cut
 
 _THREADS = 4
 """That read tensors, of every rank."""
@@ -169,13 +171,27 @@ class _Reader(FileSystemReader):
         """What says how the values are to be understood is checked before, the values where they arrive."""
         records = Records(section)
         records.check_tables()
-        if item.type is not LoadItemType.BYTE_IO:
-            target = planner.resolve_tensor(item).detach()
-            if records.read_into_(target):
-                planner.commit_tensor(item, target)
-                return
-        records.check()
-        self._read_by_torch(item, planner)
+        saved = None if item.type is LoadItemType.BYTE_IO else records.described()
+        if saved is None:
+            records.check()
+            self._read_by_torch(item, planner)
+            return
+        target = planner.resolve_tensor(item).detach()
+        if (saved.shape, saved.dtype) == (target.shape, target.dtype) and target.is_contiguous():
+            records.read_into_(target)
+        else:
+            whole = torch.empty_like(saved, device="cpu")
+            records.read_into_(whole)
+            target.copy_(_part(whole, item))
+        planner.commit_tensor(item, target)
 
     def _read_by_torch(self, item: ReadItem, planner: LoadPlanner) -> None:
         super().read_data(LoadPlan([item]), planner)
+
+
+def _part(whole: Tensor, item: ReadItem) -> Tensor:
+    """What the item is about, of the tensor that was saved."""
+    part = cut(whole, item.storage_offsets, item.lengths) if whole.ndim else whole
+    if part.shape != item.lengths:
+        raise ValueError(f"{tuple(whole.shape)} was saved, which has no {tuple(item.lengths)}")
+    return part

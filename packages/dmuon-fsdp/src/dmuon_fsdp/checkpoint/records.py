@@ -71,30 +71,28 @@ class Records:
         for record in self._all:
             self._check(record)
 
-    def read_into_(self, target: Tensor) -> bool:
-        """The values of the tensor that was saved into ``target``, in host memory, without a copy in between.
+    def described(self) -> Tensor | None:
+        """The one tensor that was saved, on meta, by the tables, which must have been checked.
 
-        Returns:
-            False, with nothing read, where ``target`` is not what was saved byte by byte: another shape or dtype, other
-            strides, another order of bytes.
+        None where its bytes are not simply its values in the order of its indices and of this machine.
         """
-        values = [record for record in self._all if _holds_values(record)]
-        if len(values) != 1 or not (self._in_our_order() and self._looks_like(target)):
-            return False
-        memory = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())
-        self._section.seek(values[0].header_offset)
-        name, padding = _LOCAL_HEADER.unpack(self._section.read(_LOCAL_HEADER.size))
-        self._section.seek(name + padding, io.SEEK_CUR)
-        if self._section.readinto(memory) != target.nbytes or zlib.crc32(memory) != values[0].CRC:
-            raise ValueError(f"the checksum of {values[0].filename} is wrong")
-        return True
-
-    def _looks_like(self, target: Tensor) -> bool:
-        """By the tables, which must have been checked."""
+        if sum(map(_holds_values, self._all)) != 1 or not self._in_our_order():
+            return None
         self._section.seek(0)
         saved = torch.load(self._section, map_location="meta", weights_only=True)  # type: ignore[arg-type]
-        plain = saved.is_contiguous() and target.is_contiguous() and saved.untyped_storage().nbytes() == target.nbytes
-        return plain and (saved.shape, saved.dtype) == (target.shape, target.dtype)
+        whole = saved.is_contiguous() and saved.untyped_storage().nbytes() == saved.nbytes
+        return saved if whole else None  # type: ignore[no-any-return]
+
+    def read_into_(self, target: Tensor) -> None:
+        """The values into ``target``, contiguous in host memory and else as :meth:`described`; no copy in between."""
+        assert target.is_contiguous() and target.device.type == "cpu", "there are bytes to read into"
+        values = next(record for record in self._all if _holds_values(record))
+        memory = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())
+        self._section.seek(values.header_offset)
+        name, padding = _LOCAL_HEADER.unpack(self._section.read(_LOCAL_HEADER.size))
+        self._section.seek(name + padding, io.SEEK_CUR)
+        if self._section.readinto(memory) != target.nbytes or zlib.crc32(memory) != values.CRC:
+            raise ValueError(f"the checksum of {values.filename} is wrong")
 
     def _in_our_order(self) -> bool:
         assert self._archive is not None, "there are records"

@@ -85,7 +85,8 @@ class Records:
 
     def read_into_(self, target: Tensor) -> None:
         """The values into ``target``, contiguous in host memory and else as :meth:`described`; no copy in between."""
-        assert target.is_contiguous() and target.device.type == "cpu", "there are bytes to read into"
+        assert target.is_contiguous(), "its bytes lie as those of the file"
+        assert target.device.type == "cpu", "they are memory of this process"
         values = next(record for record in self._all if _holds_values(record))
         memory = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())
         self._section.seek(values.header_offset)

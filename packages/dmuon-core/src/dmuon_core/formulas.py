@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 LearningRate = float | Tensor
@@ -49,7 +50,7 @@ def momentum_(
     if presence is None:
         buffer.lerp_(grad, 1 - momentum)
     else:
-        buffer.lerp_(grad, (presence * (1 - momentum)).to(buffer.dtype))
+        buffer.lerp_(grad, (_wide(presence, buffer) * (1 - momentum)).to(buffer.dtype))
     return grad.lerp(buffer, momentum) if nesterov else buffer
 
 
@@ -69,9 +70,14 @@ def apply_(
     """
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
-    rate = lr if presence is None else lr * presence
+    rate = lr if presence is None else lr * _wide(presence, weight)
     weight.mul_(1 - rate * weight_decay)
     if isinstance(rate, Tensor):
         weight.sub_(update.to(weight.dtype) * (rate * scale))
     else:
         weight.add_(update, alpha=-rate * scale)
+
+
+def _wide(presence: Tensor, of: Tensor) -> Tensor:
+    """0 and 1 are exact in any dtype; what they are multiplied by is not."""
+    return presence.to(torch.promote_types(of.dtype, torch.float32))

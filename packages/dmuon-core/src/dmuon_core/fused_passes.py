@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -18,6 +19,7 @@ from dmuon_core.targets import Inputs, Options
 _ALIGNMENT = 16
 
 
+@torch.compiler.disable  # what the kernels write is behind the compiler's back
 def update_(
     plan: FusedPlan, inputs: Inputs, options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns
 ) -> None:
@@ -28,7 +30,7 @@ def update_(
     for i in plan.strided:
         grads[i] = grads[i].contiguous()
     rows = plan.table(inputs, grads)
-    odd = (rows[:, : TABLE.index("presence")] % _ALIGNMENT != 0).any(1)
+    unaligned = (rows[:, : TABLE.index("presence")] % _ALIGNMENT != 0).any(1)
     device = inputs.weights[plan.indices[0]].device
     # torch keeps pinned memory until the copy, for which the host does not wait, is done.
     table = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
@@ -36,14 +38,31 @@ def update_(
     written = (inputs.weights, inputs.buffers, inputs.copies)
     increment_version([x for column in written for x in plan.of(column) if x is not None])
     for batch in plan.batches:
-        lots = [(call, table[call.start : call.stop], not odd[call.start : call.stop].any()) for call in batch.calls]
+        launches = [_Launch(call, table, aligned=not unaligned[call.start : call.stop].any()) for call in batch.calls]
 
-        def fill(outs: Sequence[Tensor], lots: Sequence[tuple[Call, Tensor, bool]] = lots) -> None:
-            momentum, nesterov = options.momentum, options.nesterov
-            for call, part, aligned in lots:
-                fns.direct(part, call.kind, outs[call.part], momentum=momentum, nesterov=nesterov, aligned=aligned)
+        def fill(outs: Sequence[Tensor], launches: Sequence[_Launch] = launches) -> None:
+            for each in launches:
+                each.direct(fns, outs, options)
 
         with ns.factors_of(batch.parts, schedule, device, fill) as factors:
-            for call, part, aligned in lots:
-                factor, decay = factors[call.part], options.weight_decay
-                fns.apply(part, call.kind, factor, lr=options.lr, weight_decay=decay, aligned=aligned)
+            for each in launches:
+                each.apply(fns, factors, options)
+
+
+class _Launch:
+    """A call of each pass, with its rows of this step's table."""
+
+    def __init__(self, call: Call, table: Tensor, *, aligned: bool) -> None:
+        self._call = call
+        self._rows = table[call.start : call.stop]
+        self._aligned = aligned
+
+    def direct(self, fns: UpdateFns, outs: Sequence[Tensor], options: Options) -> None:
+        out = outs[self._call.part]
+        momentum, nesterov = options.momentum, options.nesterov
+        fns.direct(self._rows, self._call.kind, out, momentum=momentum, nesterov=nesterov, aligned=self._aligned)
+
+    def apply(self, fns: UpdateFns, factors: Sequence[Tensor], options: Options) -> None:
+        factor = factors[self._call.part]
+        lr, decay = options.lr, options.weight_decay
+        fns.apply(self._rows, self._call.kind, factor, lr=lr, weight_decay=decay, aligned=self._aligned)

@@ -21,22 +21,22 @@ from dmuon_core.views import MatrixView
 from dmuon_core.workspace import Part, arrange
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_VIEWS_OF_ANY_STRIDES = ("matrix", "split")
-"""The views whose matrices are parts of a tensor's memory whatever its strides."""
+_ROW_WISE_VIEWS = ("matrix", "split", "heads")
+"""Their matrices are rows of the parameter: parts of its memory whatever its strides."""
 
 
 def takes(inputs: Inputs, i: int) -> bool:
-    """Whether the kernels know the dtypes of parameter ``i``, all on one device, and write where its matrices lie."""
+    """Whether the kernels know the dtypes of parameter ``i``, on one device, and find its matrices where they lie."""
     weight, buffer, copy = inputs.weights[i], inputs.buffers[i], inputs.copies[i]
     tensors = [x for x in (weight, inputs.grads[i], buffer, copy, inputs.presence[i]) if x is not None]
-    if any(x.dtype not in _DTYPES or x.device != weight.device for x in tensors):
+    if not weight.numel() or any(x.dtype not in _DTYPES or x.device != weight.device or x.is_neg() for x in tensors):
         return False
     return weight.is_contiguous() and buffer.is_contiguous() and (copy is None or copy.is_contiguous())
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch of each pass: the rows ``[start:stop]`` of the table, whose factors are in one part of a batch."""
+    """Of each pass: the rows ``[start:stop]`` of the table, whose factors are in one part of a batch."""
 
     kind: Kind
     part: int
@@ -71,7 +71,7 @@ class FusedPlan:
     offsets: Tensor
 
     def of(self, column: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """What this plan's parameters have in a list of all."""
+        """What this plan's parameters have in a list of all. Indices ascend: as many as there are is all of them."""
         return column if len(self.indices) == len(column) else [column[i] for i in self.indices]
 
     def table(self, inputs: Inputs, grads: Sequence[Tensor]) -> Tensor:
@@ -79,10 +79,11 @@ class FusedPlan:
         columns = grads, inputs.buffers, inputs.weights, inputs.copies, inputs.presence
         begins = [[0 if x is None else x.data_ptr() for x in self.of(column)] for column in columns]
         begins.append([0] * len(self.indices))  # a slot is no address
-        return torch.tensor(begins, dtype=torch.int64, device="cpu").T[self.parameter] + self.offsets
+        # Kernels count on rows that lie one after the other.
+        return (torch.tensor(begins, dtype=torch.int64, device="cpu").T[self.parameter] + self.offsets).contiguous()
 
 
-def plan_of(
+def fuse(
     inputs: Inputs, indices: Sequence[int], views: Sequence[MatrixView], adjust_lr_fn: str | None, ns: NewtonSchulz
 ) -> FusedPlan:
     """The plan for parameters that :func:`takes` is true for; all on one device."""
@@ -122,7 +123,9 @@ def _batch_of(pieces: Sequence[tuple[int, _Block, Piece]], rows: list[_Row]) -> 
 
 
 def _lies_as_it_is(grad: Tensor, view: MatrixView) -> bool:
-    return view.kind in _VIEWS_OF_ANY_STRIDES or grad.is_contiguous()
+    """Whether the view's matrices are parts of the gradient's memory."""
+    stack = view.kind == "batched" and grad.ndim == 3
+    return stack or view.kind in _ROW_WISE_VIEWS or grad.is_contiguous()
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ class NewtonSchulz:
     def factors_of(
         self, parts: tuple[Part, ...], schedule: Schedule, device: torch.device, fill: Fill
     ) -> Iterator[list[Tensor]]:
-        """As :meth:`factors`, of what ``fill`` writes: on devices with :meth:`update_fns`, one stack for each part."""
+        """As :meth:`factors`, of what ``fill`` writes, a stack for each part; on devices with :meth:`update_fns`."""
+        assert self._has_workspace(device), "only a workspace has memory to write to"
         recipe = Recipe(self._formed(parts[0].m, parts[0].n), schedule.segments, self.dtype, parts)
         with workspace.planned(recipe, device, kernel=self.kernel, graphs=self._graphs) as plan:
             yield plan.run(fill)

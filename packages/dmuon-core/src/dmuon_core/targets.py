@@ -14,6 +14,7 @@ from dmuon_core.formulas import LearningRate
 from dmuon_core.views import MatrixView
 
 Facts = list[tuple[object, ...]]
+"""What tensors look like, an entry a parameter: see :meth:`Inputs.facts`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,27 @@ class Inputs:
     presence: Sequence[Tensor | None]
     copies: Sequence[Tensor | None]
 
+    @classmethod
+    def of(
+        cls,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        views: Sequence[MatrixView | str | None] | None,
+        presence: Sequence[Tensor | None] | None,
+        copies: Sequence[Tensor | None] | None,
+    ) -> Inputs:
+        """None stands for a list of None."""
+        nothing = [None] * len(weights)
+        return cls(
+            weights,
+            grads,
+            buffers,
+            nothing if views is None else views,
+            nothing if presence is None else presence,
+            nothing if copies is None else copies,
+        )
+
     def facts(self) -> Facts:
         """All that is planned by, an entry a parameter: everything but values and where they lie.
 
@@ -45,7 +67,7 @@ class Inputs:
         """
         return [
             (
-                view, w.shape, w.stride(), w.dtype, w.device, g.shape, g.stride(), g.dtype, g.device,
+                view, w.shape, w.stride(), w.dtype, w.device, g.shape, g.stride(), g.dtype, g.device, g.is_neg(),
                 b.shape, b.stride(), b.dtype, b.device, None if p is None else (p.dtype, p.device),
                 None if c is None else (c.shape, c.stride(), c.dtype, c.device),
             )

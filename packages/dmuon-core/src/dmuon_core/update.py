@@ -66,15 +66,7 @@ def muon_update_(
             or an ``lr`` with more than one element or on another device.
     """
     ns = newton_schulz if newton_schulz is not None else NewtonSchulz()
-    nothing = [None] * len(weights)
-    inputs = Inputs(
-        weights,
-        grads,
-        buffers,
-        nothing if views is None else views,
-        nothing if presence is None else presence,
-        nothing if copies is None else copies,
-    )
+    inputs = Inputs.of(weights, grads, buffers, views, presence, copies)
     plan = plan_of(inputs, adjust_lr_fn, ns)
     _check_lr(lr, plan.devices)
     schedule = ns.schedule(ns_steps, ns_coefficients)

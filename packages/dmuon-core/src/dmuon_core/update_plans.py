@@ -12,9 +12,10 @@ from dmuon_core.newton_schulz import NewtonSchulz
 from dmuon_core.targets import Facts, Inputs
 from dmuon_core.views import MatrixView
 
-_KEPT = 16  # plans of one NewtonSchulz; an optimizer has one for each of its groups
+_KEPT = 256  # plans of one NewtonSchulz; an optimizer has one for each of its groups
 
-_plans: weakref.WeakKeyDictionary[NewtonSchulz, list[UpdatePlan]] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[NewtonSchulz, tuple[UpdatePlan, ...]] = weakref.WeakKeyDictionary()
+"""The latest first. Replaced whole, never changed: threads may share a NewtonSchulz."""
 
 
 class UpdatePlan:
@@ -44,7 +45,7 @@ class UpdatePlan:
         """Of the parameters that are fusible on ``device``."""
         if device not in self._fused:
             indices = self.fusible[device]
-            self._fused[device] = fused_plans.plan_of(inputs, indices, self.views, self.adjust_lr_fn, ns)
+            self._fused[device] = fused_plans.fuse(inputs, indices, self.views, self.adjust_lr_fn, ns)
         return self._fused[device]
 
 
@@ -56,15 +57,12 @@ def plan_of(inputs: Inputs, adjust_lr_fn: str | None, ns: NewtonSchulz) -> Updat
     """
     _check_lists(inputs)
     facts = inputs.facts()
-    known = _plans.setdefault(ns, [])
-    for i, plan in enumerate(known):
+    known = _plans.get(ns, ())
+    for plan in known:
         if plan.adjust_lr_fn == adjust_lr_fn and plan.facts == facts:
-            if i:
-                known.insert(0, known.pop(i))
             return plan
     plan = UpdatePlan(inputs, facts, adjust_lr_fn)
-    known.insert(0, plan)
-    del known[_KEPT:]
+    _plans[ns] = (plan, *known)[:_KEPT]
     return plan
 
 

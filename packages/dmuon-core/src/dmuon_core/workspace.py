@@ -339,13 +339,14 @@ class Arena:
         if key in self._plans:
             self._plans.move_to_end(key)
             return self._plans[key]
-        if recipe.nbytes > self._memory.numel():
-            # The others must move too, or they would keep the old memory alive.
-            self._plans.clear()
-            self._memory = torch.empty(recipe.nbytes, dtype=torch.uint8, device=self._device)
-        if graphs and self._capture is None:
-            self._capture = Capture(self._device)
-        plan = Plan(recipe, self._memory, kernel, self._capture if graphs else None)
+        with torch.inference_mode(False):  # it outlives one that its first use may be in
+            if recipe.nbytes > self._memory.numel():
+                # The others must move too, or they would keep the old memory alive.
+                self._plans.clear()
+                self._memory = torch.empty(recipe.nbytes, dtype=torch.uint8, device=self._device)
+            if graphs and self._capture is None:
+                self._capture = Capture(self._device)
+            plan = Plan(recipe, self._memory, kernel, self._capture if graphs else None)
         self._plans[key] = plan
         if len(self._plans) > _PLANS:
             self._plans.popitem(last=False)

@@ -12,16 +12,16 @@ Legend: R rows and C columns of a tile, P the parts of a matrix. ``*_sr``, ``*_s
 import triton
 import triton.language as tl
 
+from dmuon_core.syrk.contract import TABLE
 from dmuon_kernels.normalize_kernel import LARGEST, place_of, scale_of, with_squares
 
-# The columns of a table (dmuon_core.syrk.contract.TABLE).
-COLUMNS_OF_TABLE = tl.constexpr(6)
-GRADIENT = tl.constexpr(0)
-MOMENTUM = tl.constexpr(1)
-WEIGHTS = tl.constexpr(2)
-COPIES = tl.constexpr(3)
-PRESENT = tl.constexpr(4)
-SLOT = tl.constexpr(5)
+COLUMNS_OF_TABLE = tl.constexpr(len(TABLE))
+GRADIENT = tl.constexpr(TABLE.index("grad"))
+MOMENTUM = tl.constexpr(TABLE.index("buffer"))
+WEIGHTS = tl.constexpr(TABLE.index("weight"))
+COPIES = tl.constexpr(TABLE.index("copy"))
+PRESENT = tl.constexpr(TABLE.index("presence"))
+SLOT = tl.constexpr(TABLE.index("slot"))
 
 
 @triton.jit

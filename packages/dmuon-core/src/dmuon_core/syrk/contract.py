@@ -89,7 +89,10 @@ class Kind:
 
 
 TABLE = ("grad", "buffer", "weight", "copy", "presence", "slot")
-"""Columns of a table, int64, one row a matrix: the address of each, and which matrix of Newton-Schulz's stack it is."""
+"""Columns of a table, int64, contiguous, a row for each of one or more matrices.
+
+Where its tensors begin, and which matrix of Newton-Schulz's stack it is.
+"""
 
 
 class DirectFn(Protocol):

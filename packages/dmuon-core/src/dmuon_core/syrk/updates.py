@@ -29,9 +29,10 @@ def update_of(specs: Iterable[SyrkSpec], device: torch.device) -> UpdateFns | No
 
 @dataclass(frozen=True, eq=False)
 class UpdateStacks:
-    """Stacks ``[B, M, N]`` of one shape, whose matrix i has slot i: a launch of the passes on plain tensors.
+    """Stacks ``[B, M, N]`` of one shape: a launch of the passes on plain tensors.
 
-    A ``grad`` and a ``buffer`` are what ``direct`` needs, a ``weight`` what ``apply`` does.
+    A ``grad`` and a ``buffer`` are what ``direct`` needs, a ``weight`` what ``apply`` does. The table begins with the
+    last matrix, so that a row's number is not its slot.
     """
 
     grad: Tensor
@@ -62,7 +63,7 @@ class UpdateStacks:
         columns = [_addresses(x, count) for x in (self.grad, self.buffer, self.weight, self.copy)]
         aligned = not any(address % 16 for column in columns for address in column)
         columns += [[0 if self.presence is None else self.presence.data_ptr()] * count, list(range(count))]
-        table = torch.tensor(columns, dtype=torch.int64, device="cpu").T.contiguous()
+        table = torch.tensor(columns, dtype=torch.int64, device="cpu").T.flip(0).contiguous()
         return table.to(self.grad.device), aligned
 
 
@@ -79,18 +80,20 @@ def _addresses(x_BMN: Tensor | None, count: int) -> list[int]:
 def _complaint(fns: UpdateFns | None, device: torch.device) -> str | None:
     """Why stacks of small matrices do not come out as core computes them.
 
-    Both layouts, padding, with a copy and without, a learning rate on the device, and a parameter that nobody has a
-    gradient for.
+    Both layouts, padding, several scales, with a copy and without, a learning rate on the device, rows in another order
+    than slots, and a parameter that nobody has a gradient for.
     """
     if fns is None:
         return None
     absent = torch.zeros((), dtype=torch.float32, device=device)
-    cases = (False, True, None), (True, False, None), (False, True, absent)
+    cases = (False, True, None, 2.0), (True, False, None, 3.0), (False, True, absent, 2.0)
     right = all(_computes_right(fns, device, *case) for case in cases)
     return None if right else "it computes wrong values in the check at load"
 
 
-def _computes_right(fns: UpdateFns, device: torch.device, turned: bool, copied: bool, presence: Tensor | None) -> bool:
+def _computes_right(
+    fns: UpdateFns, device: torch.device, turned: bool, copied: bool, presence: Tensor | None, scale: float
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, grad, buffer = torch.randn((3, 3, 20, 40), dtype=torch.float32, device="cpu", generator=generator).to(
         device
@@ -103,14 +106,14 @@ def _computes_right(fns: UpdateFns, device: torch.device, turned: bool, copied: 
         out, want_out = (x.mT.contiguous().mT for x in (out, want_out))
     want_weight, want_buffer = weight.clone(), buffer.clone()
 
-    stacks = UpdateStacks(grad, buffer, weight, copy, presence, scale=3.0)
+    stacks = UpdateStacks(grad, buffer, weight, copy, presence, scale)
     stacks.direct(fns, out, momentum=0.9, nesterov=True)
     factor = out[:, :20, :40]
     stacks.apply(fns, factor, lr=lr, weight_decay=0.1)
 
     direction = momentum_(want_buffer, grad, momentum=0.9, nesterov=True, presence=presence)
     normalize_into([direction], [want_out])
-    apply_(want_weight, factor, lr=lr, weight_decay=0.1, scale=3.0, presence=presence)
+    apply_(want_weight, factor, lr=lr, weight_decay=0.1, scale=scale, presence=presence)
 
     # Entries of out are around 1/28 in half precision, the others around 1 in float32: a few roundings.
     close = torch.allclose(out, want_out, rtol=0.0, atol=1e-4)

@@ -177,3 +177,19 @@ def test_nothing_waits_for_the_device():
             muon_update_(weights, grads[step], buffers, lr=rate, newton_schulz=ns, presence=[present] * 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_on_two_devices_neither_of_them_always_current():
+    fns()
+    ns, plain = NewtonSchulz(), NewtonSchulz()
+    plain.update_fns = lambda device: None
+    for current in (0, 1):
+        runs = []
+        with torch.cuda.device(current):
+            for each in (ns, plain):
+                lists = [[gaussian(128, 256, seed=10 * i + j).to(f"cuda:{j}") for j in range(2)] for i in range(3)]
+                muon_update_(*lists, lr=0.1, newton_schulz=each)
+                runs.append([*lists[0], *lists[2]])
+        for got, want in zip(*runs, strict=True):
+            assert relative_error(got, want) <= 2e-3

@@ -212,6 +212,7 @@ def main(given: list[str] | None = None) -> str:
             tflops = shape[0] * newton_schulz_flops(*shape[1:]) / min(times["gpu auto"], times["graph"]) / 1e9
             label = "×".join(map(str, shape))
             rows.append({"dtype": dtype, "shape": label, "target": target, **times, "TFLOP/s": round(tflops)})
+            print(dtype, label, times, flush=True)
     environment = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -127,15 +127,46 @@ def values_that_are_none():
     run.train([0])
     before = run.everything()
     good = run.optimizer.state_dict()
+    last = max(good["state"])  # by then all others would be new
+    shape = good["state"][last]["exp_avg"].shape
     for index, key, value, said in (
         (0, "momentum_buffer", torch.empty(64, 64, device="meta"), "momentum_buffer of blocks.0.q.weight is on meta"),
         (20, "step", torch.zeros(2), r"step of \S+ is \(2,\), not a number"),
         (20, "step", "two", r"step of \S+ is 'two', not a number"),
+        (last, "step", 10**400, "not a number of steps"),
+        (last, "step", float("nan"), "not a number of steps"),
+        (last, "step", True, "not a number of steps"),
+        (last, "step", torch.tensor(-1.0), "not a number of steps"),
+        (last, "step", torch.ones(1).to_sparse(), "dense and real"),
+        (last, "exp_avg", torch.zeros(shape).to_sparse(), "exp_avg of .* dense and real"),
+        (last, "exp_avg", torch.zeros(shape, dtype=torch.complex64), "exp_avg of .* dense and real"),
+        (last, "exp_avg", without_memory(shape), "have its memory"),
     ):
         damaged = {**good, "state": {**good["state"], index: {**good["state"][index], key: value}}}
         with pytest.raises(ValueError, match=said):
             run.optimizer.load_state_dict(damaged)
         assert_same(run.everything(), before)
+
+
+def without_memory(shape):
+    value = torch.zeros(shape)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+def backups():
+    """A deep copy brings back what was; the dict itself is live, before a load and after, all of it alike."""
+    run = Run()
+    run.train([0])
+    then, live = run.state(), run.optimizer.state_dict()
+    backup = copy.deepcopy(live)
+    run.optimizer.load_state_dict(live)
+    run.train([1, 2])
+    now = run.state()
+    run.optimizer.load_state_dict(live)
+    assert_same(run.state(), now)
+    run.optimizer.load_state_dict(backup)
+    assert_same(run.state(), then)
 
 
 def regrouped(state):
@@ -209,6 +240,7 @@ def names_and_groups():
     by_name()
     frozen_unused_and_empty()
     steps_of_an_owners_adamw()
+    backups()
     other_groups()
     without_names()
     values_that_are_none()

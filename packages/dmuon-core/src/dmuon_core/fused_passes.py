@@ -19,13 +19,21 @@ from dmuon_core.targets import Inputs, Options
 _ALIGNMENT = 16
 
 
-@torch.compiler.disable  # what the kernels write is behind the compiler's back
 def update_(
     plan: FusedPlan, inputs: Inputs, options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns
 ) -> None:
     """One step on the plan's parameters, whose tensors are shaped and laid out as when it was made."""
-    if not plan.batches:
-        return
+    if torch.compiler.is_compiling():
+        # What the kernels write, they find by addresses: a compiler does not see it. Asked for late, since it imports
+        # the compiler.
+        torch.compiler.disable(_update)(plan, inputs, options, ns, schedule, fns)
+    elif plan.batches:
+        _update(plan, inputs, options, ns, schedule, fns)
+
+
+def _update(
+    plan: FusedPlan, inputs: Inputs, options: Options, ns: NewtonSchulz, schedule: Schedule, fns: UpdateFns
+) -> None:
     grads = list(inputs.grads)
     for i in plan.strided:
         grads[i] = grads[i].contiguous()

@@ -147,8 +147,10 @@ class Muon(Optimizer):
 
         Parameters are found by name where the dict has names, else by position. Momentum keeps this optimizer's dtype
         and everything its layout and device, whatever the saved tensors': parts of this or another layout, or whole
-        tensors, equal on all ranks. A parameter without an entry begins anew; a frozen one keeps what it has. Nothing
-        changes where the dict does not fit. Call it on all ranks.
+        tensors, equal on all ranks. A parameter without an entry begins anew; a frozen one keeps what it has. Tensors
+        of this optimizer's own state that are given back stay its own, as torch's do: later steps write to them.
+        Nothing changes where the dict does not fit; running out of memory half way leaves the state of some parameters
+        new and of others old. Call it on all ranks.
 
         Raises:
             ValueError: other parameters, groups, keys or shapes; named.

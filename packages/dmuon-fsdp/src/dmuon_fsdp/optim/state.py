@@ -63,7 +63,7 @@ class StateRules:
 
         Args:
             own: the state that this replaces. A tensor of it that is given back, as after
-                ``torch.distributed.checkpoint.load`` into it, stays where it is.
+                ``torch.distributed.checkpoint.load`` into it, stays where it is, the count of steps like the others.
         """
 
         def taken(key: str, dtype: torch.dtype) -> Tensor:
@@ -77,8 +77,13 @@ class StateRules:
             state[MASTER] = taken(MASTER, self.master_dtypes[parameter])
         if algorithm == "muon":
             return state
-        step = torch.as_tensor(saved["step"], dtype=torch.float32).detach().reshape(())
-        return {"step": step.to(_step_device(parameter), copy=True), **state}
+        return {"step": self._step(parameter, saved["step"], own.get("step")), **state}
+
+    def _step(self, parameter: nn.Parameter, saved: Any, own: Any) -> Tensor:
+        device = _step_device(parameter)
+        if isinstance(own, Tensor) and own is saved and (own.dtype, own.device) == (torch.float32, device):
+            return own
+        return torch.as_tensor(saved, dtype=torch.float32).detach().reshape(()).to(device, copy=True)
 
     def _dtype(self, parameter: nn.Parameter, algorithm: str) -> torch.dtype:
         return self.momentum_dtype if algorithm == "muon" else self.master_dtypes.get(parameter, parameter.dtype)
@@ -140,7 +145,10 @@ class Loaded:
     own: dict[nn.Parameter, dict[str, Any]]
 
     def put(self, state: State, rules: StateRules) -> None:
-        """Into ``state`` what was saved: of what it replaces no more than one parameter's is there beside the new."""
+        """Into ``state`` what was saved: of what it replaces no more than one parameter's is there beside the new.
+
+        Nothing in it can fail but an allocation, after which some parameters have new state and others still the old.
+        """
         state.update(self.own)
         self.own.clear()
         for entry in self.entries:
@@ -257,11 +265,32 @@ def _complaints(entry: _Entry, rules: StateRules) -> Iterator[str]:
         value = entry.saved[key]
         if isinstance(value, Tensor) and value.is_meta:
             yield f"{key} of {entry.name} is on meta and has no values"
+        elif isinstance(value, Tensor) and not _is_plain(local_of(value)):
+            yield f"{key} of {entry.name} must be dense and real and have its memory ({value.dtype}, {value.layout})"
         elif key == "step":
-            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))):
-                yield f"step of {entry.name} is {_shape(value)}, not a number"
+            if not _is_count(value):
+                yield f"step of {entry.name} is {_shape(value)}, not a number of steps"
         elif not isinstance(value, Tensor) or value.shape != entry.parameter.shape:
             yield f"{key} of {entry.name} is {_shape(value)}, its parameter {tuple(entry.parameter.shape)}"
+
+
+def _is_plain(local: Tensor) -> bool:
+    """Whether it can be copied."""
+    if local.layout is not torch.strided or local.is_quantized or local.is_complex():
+        return False
+    return local.numel() == 0 or local.untyped_storage().nbytes() > 0
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is one number, finite, not negative, no flag and in float32's range."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.numel() != 1 or value.dtype == torch.bool)):
+        return False
+    if not isinstance(value, (int, float, Tensor)):
+        return False
+    try:
+        return 0 <= float(value) <= torch.finfo(torch.float32).max
+    except OverflowError:
+        return False
 
 
 def _shape(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 from torch.serialization import get_crc32_options
 
-from dmuon_fsdp.checkpoint.records import Records, Section
+from dmuon_fsdp.checkpoint.records import Records, Section, is_plain
 from dmuon_fsdp.checkpoint.sources import Spec
 from dmuon_fsdp.runtime.routing import cut
 
@@ -144,49 +146,73 @@ def read(contents: Contents, templates: Mapping[str, Any]) -> dict[str, Any]:
 class _Reader(FileSystemReader):
     """torch's, item by item, so that a failure has a name, and looking at the checksums, which torch only writes."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._beside = threading.Lock()
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Tensors side by side: reading, summing and copying let other threads of Python run."""
+        checked = get_crc32_options()  # of this context: the threads have others
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                self._read(item, planner)
+                self._read(item, planner, checked=checked)
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda item: self._read(item, planner), tensors):
+            for _ in pool.map(lambda item: self._read(item, planner, checked=checked), tensors):
                 pass  # raises what the item raised
         return super().read_data(replace(plan, items=[]), planner)
 
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, item: ReadItem, planner: LoadPlanner, *, checked: bool) -> None:
         stored = self.storage_data[item.storage_index]
         file = Path(self.path) / stored.relative_path
         try:
-            if not get_crc32_options() or stored.transform_descriptors:
-                self._read_by_torch(item, planner)
-            else:
-                with file.open("rb") as stream:
-                    self._read_checked(item, planner, Section(stream, stored.offset, stored.length))
+            if stored.transform_descriptors:
+                super().read_data(LoadPlan([item]), planner)
+                return
+            # Opened once: what is checked and what is read are the same file, whatever becomes of the folder.
+            with file.open("rb") as stream:
+                section = Section(stream, stored.offset, stored.length)
+                if item.type is LoadItemType.BYTE_IO:
+                    _read_object(item, planner, section, checked=checked)
+                else:
+                    self._read_tensor(item, planner, section, checked=checked)
         except Exception as error:  # whatever a damaged file makes of the reader
-            raise ValueError(f"{file}: {item.dest_index.fqn!r} cannot be read: {error}") from error
+            raise ValueError(
+                f"{file}: {item.dest_index.fqn!r} cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
-    def _read_checked(self, item: ReadItem, planner: LoadPlanner, section: Section) -> None:
+    def _read_tensor(self, item: ReadItem, planner: LoadPlanner, section: Section, *, checked: bool) -> None:
         """What says how the values are to be understood is checked before, the values where they arrive."""
         records = Records(section)
-        records.check_tables()
-        saved = None if item.type is LoadItemType.BYTE_IO else records.described()
-        if saved is None:
-            records.check()
-            self._read_by_torch(item, planner)
-            return
+        saved = None
+        if checked:
+            records.check_tables()
+            saved = records.described()
         target = planner.resolve_tensor(item).detach()
-        if (saved.shape, saved.dtype) == (target.shape, target.dtype) and target.is_contiguous():
+        if saved is not None and (saved.shape, saved.dtype) == (target.shape, target.dtype) and is_plain(target):
             records.read_into_(target)
         else:
-            whole = torch.empty_like(saved, device="cpu")
-            records.read_into_(whole)
-            target.copy_(_part(whole, item))
+            with self._beside:  # one whole record at a time, so that host memory does not grow with the threads
+                target.copy_(_part(_whole(records, saved, checked=checked), item))
         planner.commit_tensor(item, target)
 
-    def _read_by_torch(self, item: ReadItem, planner: LoadPlanner) -> None:
-        super().read_data(LoadPlan([item]), planner)
+
+def _read_object(item: ReadItem, planner: LoadPlanner, section: Section, *, checked: bool) -> None:
+    if checked:
+        Records(section).check()
+    section.seek(0)
+    planner.load_bytes(item, io.BytesIO(section.read()))
+
+
+def _whole(records: Records, saved: Tensor | None, *, checked: bool) -> Tensor:
+    """The record in memory of its own."""
+    if saved is None:
+        if checked:
+            records.check()
+        return records.loaded()
+    whole = torch.empty_like(saved, device="cpu", requires_grad=False)
+    records.read_into_(whole)
+    return whole
 
 
 def _part(whole: Tensor, item: ReadItem) -> Tensor:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import io
-import struct
 import sys
 import zipfile
-import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _PIECE = 2**20
-_LOCAL_HEADER = struct.Struct("<26xHH")  # before a record's name and its padding: how long they are
 
 
 class Section(io.RawIOBase):
@@ -53,7 +50,9 @@ class Section(io.RawIOBase):
 class Records:
     """Of one section; none where it is no zip archive, which is left to torch.
 
-    Every check raises ValueError or zipfile.BadZipFile where a checksum is wrong.
+    Every check raises zipfile.BadZipFile where a checksum or a header is wrong, and EOFError where a record is cut
+    short. What else damaged headers make of ``zipfile`` (RuntimeError, NotImplementedError, zlib.error) or of
+    ``torch.load`` (errors of any kind) comes through.
     """
 
     def __init__(self, section: Section) -> None:
@@ -78,22 +77,40 @@ class Records:
         """
         if sum(map(_holds_values, self._all)) != 1 or not self._in_our_order():
             return None
-        self._section.seek(0)
-        saved = torch.load(self._section, map_location="meta", weights_only=True)  # type: ignore[arg-type]
-        whole = saved.is_contiguous() and saved.untyped_storage().nbytes() == saved.nbytes
-        return saved if whole else None  # type: ignore[no-any-return]
+        try:
+            saved = self._load("meta")
+        except NotImplementedError:  # a kind that cannot be on meta: quantized
+            return None
+        whole = isinstance(saved, Tensor) and is_plain(saved) and saved.untyped_storage().nbytes() == saved.nbytes
+        return saved if whole else None
 
     def read_into_(self, target: Tensor) -> None:
-        """The values into ``target``, contiguous in host memory and else as :meth:`described`; no copy in between."""
-        assert target.is_contiguous(), "its bytes lie as those of the file"
+        """The values into ``target``, plain host memory and else as :meth:`described`; no other copy of them is made.
+
+        Raises:
+            ValueError: the record is longer or shorter than ``target``.
+        """
+        assert is_plain(target), "its bytes lie as those of the file"
         assert target.device.type == "cpu", "they are memory of this process"
+        assert self._archive is not None, "there are records"
         values = next(record for record in self._all if _holds_values(record))
-        memory = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())
-        self._section.seek(values.header_offset)
-        name, padding = _LOCAL_HEADER.unpack(self._section.read(_LOCAL_HEADER.size))
-        self._section.seek(name + padding, io.SEEK_CUR)
-        if self._section.readinto(memory) != target.nbytes or zlib.crc32(memory) != values.CRC:
-            raise ValueError(f"the checksum of {values.filename} is wrong")
+        if values.file_size != target.nbytes:
+            raise ValueError(f"{values.filename} has {values.file_size} bytes, its tensor {target.nbytes}")
+        # A buffer without numpy, which torch does not need; the tensor outlives it.
+        memory = memoryview((ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())).cast("B")
+        read = 0
+        with self._archive.open(values) as stream:  # which compares the checksum at its end
+            while piece := stream.read(_PIECE):
+                memory[read : read + len(piece)] = piece
+                read += len(piece)
+
+    def loaded(self) -> Tensor:
+        """As torch reads it, in host memory, without a look at checksums."""
+        return self._load("cpu")  # type: ignore[no-any-return]
+
+    def _load(self, device: str) -> Any:
+        self._section.seek(0)
+        return torch.load(self._section, map_location=device, weights_only=True, mmap=False)  # type: ignore[arg-type]
 
     def _in_our_order(self) -> bool:
         assert self._archive is not None, "there are records"
@@ -102,9 +119,14 @@ class Records:
 
     def _check(self, record: zipfile.ZipInfo) -> None:
         assert self._archive is not None, "there are records"
-        with self._archive.open(record) as stream:  # which compares at its end
+        with self._archive.open(record) as stream:
             while stream.read(_PIECE):
                 pass
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its values in the order of its indices."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def _holds_values(record: zipfile.ZipInfo) -> bool:

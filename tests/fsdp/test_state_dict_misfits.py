@@ -215,6 +215,13 @@ def what_does_not_fit(kind):
         damaged["state"]["blocks.1.q.weight"] = damaged["state"]["norm.bias"]
         damaged["state"]["blocks.1.q.weight"] = {k: torch.zeros(64, 64) for k in ("step", "exp_avg", "exp_avg_sq")}
     attempt("state kind", dmuon.set_optimizer_state_dict, run.model, run.optimizer, damaged, options=options)
+    empty = {**model, "norm.bias": torch.empty(64, device="meta")} if here else {}
+    attempt("meta", dmuon.set_model_state_dict, run.model, empty, options=options)
+    damaged = copy.deepcopy(state) if here else state
+    if here:
+        damaged["state"]["blocks.1.q.weight"]["momentum_buffer"] = torch.empty(64, 64, device="meta")
+        damaged["param_groups"][0]["lr"] = torch.empty((), device="meta")
+    attempt("state on meta", dmuon.set_optimizer_state_dict, run.model, run.optimizer, damaged, options=options)
     lenient = StateDictOptions(full_state_dict=True, broadcast_from_rank0=options is None, strict=False)
     result = dmuon.set_model_state_dict(run.model, lacking, options=lenient)
     assert sorted(result.missing_keys) == ["blocks.1.q.weight", "norm.bias"]
@@ -234,6 +241,8 @@ def test_what_does_not_fit_is_named_on_all_ranks_and_nothing_is_written(ranks, k
     assert "has 'old.weight'" in first["state"]
     assert "'blocks.1.q.weight.momentum_buffer' (3, 64) for (64, 64)" in first["state shape"]
     assert "blocks.1.q.weight has 'step', 'exp_avg', 'exp_avg_sq' where 'momentum_buffer' belong" in first["state kind"]
+    assert "the model state dict has tensors on meta, without values: 'norm.bias'" in first["meta"]
+    assert "on meta, without values: 'blocks.1.q.weight.momentum_buffer', 'param_groups.0.lr'" in first["state on meta"]
 
 
 def names_and_groups():

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -29,7 +28,7 @@ from dmuon_fsdp.checkpoint.names import check_names, check_shapes
 from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, is_ours, nested_of, own_groups
 from dmuon_fsdp.checkpoint.reading import Contents, assemble, read
 from dmuon_fsdp.checkpoint.sources import meet, shapes_of, spec_of
-from dmuon_fsdp.comm.together import all_or_none, union
+from dmuon_fsdp.comm.together import all_or_none, said, union, world
 from dmuon_fsdp.runtime.layout import write_
 
 _PARTS = StateDictOptions()
@@ -50,26 +49,28 @@ def save_checkpoint(
         optimizer: None saves the model alone.
         folder: on a file system that all ranks share; its parent must exist.
         extra: numbers, strings, containers, tensors: the step, a scheduler's state dict. The first rank's is kept.
+            Classes of yours are refused, unless ``torch.serialization.add_safe_globals`` has them.
 
     Raises:
         RuntimeError: some ranks did not make this call; they are named.
         OSError: a rank could not write; ``folder`` is as it was.
-        ValueError: the arguments are in another order.
+        ValueError: the arguments are in another order; ``extra`` could not be loaded again. Nothing was written.
     """
     _check_arguments("save_checkpoint", model, optimizer)
     meet(model, "dmuon.save_checkpoint(model, ...)")
+    packed = all_or_none(lambda: _packed(extra), world())
     folder = Path(folder)
     new = _beside(folder, "new")
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=_PARTS)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_PARTS)
-    state[_EXTRA] = _packed(extra)
-    all_or_none(lambda: _on_first(lambda: shutil.rmtree(new, ignore_errors=True)), _world())
+    state[_EXTRA] = packed
+    all_or_none(lambda: _on_first(lambda: shutil.rmtree(new, ignore_errors=True)), world())
     try:
         save(state, checkpoint_id=new)
     except CheckpointException as error:
         raise OSError(f"the checkpoint {folder} was not written: {_first_failure(error)}") from error
-    all_or_none(lambda: _on_first(lambda: _swap(new, folder)), _world())
+    all_or_none(lambda: _on_first(lambda: _swap(new, folder)), world())
 
 
 def load_checkpoint(
@@ -78,7 +79,8 @@ def load_checkpoint(
     """Load what :func:`save_checkpoint` or ``torch.distributed.checkpoint.save`` wrote, on any ranks, mesh and owners.
 
     Everything is read into host memory, this rank's parts of it, and compared by name and shape before the model
-    changes: whatever goes wrong, the running model is as it was.
+    changes: whatever goes wrong, the running model is as it was. Objects in the folder are unpickled: load only what
+    you trust.
 
     Args:
         model: on any mesh, on meta too. Weights that FSDP2 alone saved are taken as well, under ``model.`` or without.
@@ -91,27 +93,29 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: there is no complete checkpoint in ``folder``.
         KeyError: names that the checkpoint lacks, or has and nobody asks for; all of them.
-        ValueError: other shapes; a file that is damaged, with the name of the tensor; parameters of the optimizer that
-            are not the model's; the arguments are in another order.
-        RuntimeError: some ranks did not make this call; they are named.
+        ValueError: other shapes; a file that is damaged, with the name of the tensor; an ``extra`` that
+            :func:`save_checkpoint` did not write; parameters of the optimizer that are not the model's; the arguments
+            are in another order.
+        RuntimeError: some ranks did not make this call; they are named. The folder was replaced while it was read.
     """
     _check_arguments("load_checkpoint", model, optimizer)
     meet(model, "dmuon.load_checkpoint(model, ...)", writing=True)
-    contents = all_or_none(lambda: Contents.of(_complete(Path(folder))), _world())
-    all_or_none(lambda: _on_first(contents.check_files), _world())
+    contents = all_or_none(lambda: Contents.of(_complete(Path(folder))), world())
+    all_or_none(lambda: _on_first(contents.check_files), world())
     prefix = _check_model(model, contents, strict=strict)
     targets = begin_writing(model)
     staged = _model_templates(targets, contents, prefix)
-    staged.update(contents.templates(_EXTRA) if prefix else {})
+    staged.update({_EXTRA: contents.template(_EXTRA)} if prefix and _EXTRA in contents.specs else {})
     if optimizer is not None:
         staged.update(_check_state(_state_templates(model, optimizer, contents), contents, strict=strict))
         staged.update(contents.templates(_GROUPS))
     got = read(contents, staged)
+    extra = all_or_none(lambda: _unpacked(contents.folder, got.get(_EXTRA)), world())
     # The optimizer first: it looks at what it is given once more, and then nothing is left that could be refused.
     if optimizer is not None:
         _put_state(model, optimizer, contents, got)
     _put_model(model, targets, contents, prefix, got)
-    return _unpacked(got.get(_EXTRA))
+    return extra
 
 
 def _check_arguments(call: str, model: object, optimizer: object) -> None:
@@ -127,7 +131,7 @@ def _check_model(model: nn.Module, contents: Contents, *, strict: bool) -> str:
     """Compare the model's names and shapes with the checkpoint's; what stands there before its names."""
     wanted = wanted_of(model)
     prefix = "model." if any(f"model.{name}" in contents.specs for name in wanted) else ""
-    asked = union(list(wanted), _world())
+    asked = union(list(wanted), world())
     found = {
         name: contents.shapes[next(iter(keys))] if () in keys.values() else None
         for name, keys in contents.entries(prefix).items()
@@ -135,20 +139,20 @@ def _check_model(model: nn.Module, contents: Contents, *, strict: bool) -> str:
     }
     # What another rank asks for belongs to another pipeline stage.
     own = {name: shape for name, shape in found.items() if name in wanted or name not in asked}
-    all_or_none(lambda: check_model(str(contents.folder), model, wanted, own, strict=strict), _world())
+    all_or_none(lambda: check_model(str(contents.folder), model, wanted, own, strict=strict), world())
     return prefix
 
 
 def _check_state(templates: Mapping[str, Any], contents: Contents, *, strict: bool) -> dict[str, Any]:
     """Compare the optimizer's state with the checkpoint's; the templates of what is in both."""
-    asked = union(list(templates), _world())
+    asked = union(list(templates), world())
     source = str(contents.folder)
 
     def check() -> None:
         check_names(source, asked, contents.keys_of(_STATE), strict=strict)
         check_shapes(source, shapes_of({key: spec_of(value) for key, value in templates.items()}), contents.shapes)
 
-    all_or_none(check, _world())
+    all_or_none(check, world())
     return {key: value for key, value in templates.items() if key in contents.specs}
 
 
@@ -223,21 +227,35 @@ def _put_model(
 def _packed(extra: Any) -> bytes:
     """One object, whatever it holds: torch.distributed.checkpoint would take containers apart."""
     buffer = io.BytesIO()
-    torch.save(extra, buffer)
+    try:
+        torch.save(extra, buffer)
+        _load(buffer.getvalue())
+    except Exception as error:
+        raise ValueError(
+            f"extra could not be loaded again; give numbers, strings, containers and tensors: {said(error)}"
+        ) from error
     return buffer.getvalue()
 
 
-def _unpacked(packed: bytes | None) -> Any:
-    return None if packed is None else torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+def _unpacked(folder: Path, packed: object) -> Any:
+    if packed is None:
+        return None
+    try:
+        if not isinstance(packed, bytes):
+            raise TypeError(f"it is {type(packed).__name__}, not bytes")
+        return _load(packed)
+    except Exception as error:
+        raise ValueError(
+            f"{folder}: {_EXTRA!r} is not what dmuon.save_checkpoint writes; read this folder by "
+            f"torch.distributed.checkpoint: {said(error)}"
+        ) from error
+
+
+def _load(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True, mmap=False)
 
 
 # --- the folder
-
-
-def _world() -> list[ProcessGroup]:
-    """torch.distributed.checkpoint works over all ranks."""
-    assert dist.group.WORLD is not None, "there is a process group"
-    return [dist.group.WORLD]
 
 
 def _on_first(work: Any) -> None:

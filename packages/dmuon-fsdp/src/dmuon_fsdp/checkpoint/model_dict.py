@@ -18,12 +18,24 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from dmuon_fsdp.checkpoint.names import check_names, check_shapes
-from dmuon_fsdp.checkpoint.sources import FROM_FIRST, TO_FIRST, Source, collect, meet, shapes_of, sharded, spec_of
+from dmuon_fsdp.checkpoint.sources import (
+    FROM_FIRST,
+    TO_FIRST,
+    Source,
+    check_values,
+    collect,
+    meet,
+    shapes_of,
+    sharded,
+    spec_of,
+)
 from dmuon_fsdp.comm.together import all_or_none
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import device_of
 from dmuon_fsdp.runtime.layout import local_of, write_
 from dmuon_fsdp.runtime.materialize import materialize
+
+_SOURCE = "the model state dict"
 
 
 def get_model_state_dict(
@@ -60,7 +72,7 @@ def set_model_state_dict(
 
     Raises:
         KeyError: missing or unexpected names, all of them; unless ``options.strict`` is False.
-        ValueError: other shapes, all of them; buffers on meta that no state dict holds.
+        ValueError: other shapes, all of them; values on meta; buffers on meta that no state dict holds.
         RuntimeError: some ranks did not make this call.
     """
     options = options or FROM_FIRST
@@ -68,10 +80,12 @@ def set_model_state_dict(
     source = Source(ranks, options.broadcast_from_rank0)
     specs = source.known({name: spec_of(value) for name, value in model_state_dict.items()})
     wanted = wanted_of(model, options)
-    all_or_none(
-        lambda: check_model("the model state dict", model, wanted, shapes_of(specs), strict=options.strict),
-        ranks.groups,
-    )
+
+    def check() -> None:
+        check_model(_SOURCE, model, wanted, shapes_of(specs), strict=options.strict)
+        check_values(_SOURCE, {name: model_state_dict[name] for name in wanted if source.gives and name in specs})
+
+    all_or_none(check, ranks.groups)
     targets = begin_writing(model)
     values: dict[str, Any] = {}
     for name, spec in specs.items():

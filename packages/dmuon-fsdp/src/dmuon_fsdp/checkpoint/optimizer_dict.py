@@ -20,6 +20,7 @@ from dmuon_fsdp.checkpoint.sources import (
     FROM_FIRST,
     TO_FIRST,
     Source,
+    check_values,
     collect,
     map_tensors,
     meet,
@@ -78,7 +79,8 @@ def set_optimizer_state_dict(
     Raises:
         KeyError: missing or unexpected names, all of them; unless ``options.strict`` is False, which begins anew where
             nothing was saved.
-        ValueError: other shapes or kinds of state, all of them; parameters in an optimizer that are not the model's.
+        ValueError: other shapes or kinds of state, all of them; values on meta; parameters in an optimizer that are not
+            the model's.
         RuntimeError: some ranks did not make this call.
     """
     options = options or FROM_FIRST
@@ -154,13 +156,22 @@ class _Loading:
         }
 
     def run(self) -> None:
-        self.nested = all_or_none(lambda: nested_of(self.given), self.source.ranks.groups)
+        self.nested = all_or_none(self._taken_apart, self.source.ranks.groups)
         groups, entries = self.source.known((_plain_groups(self.nested), _outline(self.nested)))
         all_or_none(lambda: self._check(groups, entries), self.source.ranks.groups)
         state = {name: self._laid_out(name, entries[name]) for name in self.names if name in entries}
         self.optimizer.load_state_dict(
             {"state": state, "param_groups": own_groups(groups, self.optimizer.param_groups)}
         )
+
+    def _taken_apart(self) -> Mapping[str, Any]:
+        nested = nested_of(self.given)
+        if self.source.gives:
+            state = {f"{name}.{key}": v for name, entry in nested["state"].items() for key, v in entry.items()}
+            groups = enumerate(nested["param_groups"])
+            options = {f"param_groups.{index}.{key}": v for index, group in groups for key, v in group.items()}
+            check_values(_SOURCE, {**state, **options})
+        return nested
 
     def _check(self, groups: Sequence[Group], entries: Mapping[str, Mapping[str, Any]]) -> None:
         trained = {name for name, parameter in self.names.items() if parameter.requires_grad}

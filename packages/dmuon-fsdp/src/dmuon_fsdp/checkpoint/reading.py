@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import pickle
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
@@ -23,8 +28,10 @@ from torch.serialization import get_crc32_options
 
 from dmuon_fsdp.checkpoint.records import Records, Section, is_plain
 from dmuon_fsdp.checkpoint.sources import Spec
+from dmuon_fsdp.comm.together import all_or_none, said, world
 from dmuon_fsdp.runtime.routing import cut
 
+_TABLE = ".metadata"
 _THREADS = 4
 """That read tensors, of every rank."""
 
@@ -37,30 +44,47 @@ class Contents:
         folder: where it is.
         metadata: torch's.
         specs: shape and dtype by key; None for what is no tensor.
+        stamp: of the file, which is another one in a folder that replaces this one.
     """
 
     folder: Path
     metadata: Metadata
     specs: Mapping[str, Spec | None]
+    stamp: tuple[int, ...]
 
     @classmethod
     def of(cls, folder: Path) -> Contents:
         """Read the table.
 
         Raises:
+            OSError: the file cannot be read.
             ValueError: the file is damaged, or none of torch.distributed.checkpoint.
         """
-        file = folder / ".metadata"
+        file = folder / _TABLE
+        stamp = _stamp(file)
         try:
             metadata = FileSystemReader(folder).read_metadata()
-            entries = metadata.state_dict_metadata
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-            raise ValueError(f"{file} is no table of torch.distributed.checkpoint, or is damaged: {error}") from error
-        specs: dict[str, Spec | None] = {
-            key: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-            for key, entry in entries.items()
-        }
-        return cls(folder, metadata, specs)
+            specs: dict[str, Spec | None] = {
+                key: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+                for key, entry in metadata.state_dict_metadata.items()
+            }
+            _check_table(metadata)
+        except OSError:
+            raise
+        except Exception as error:  # whatever damaged bytes make of pickle
+            raise ValueError(
+                f"{file} is no table of torch.distributed.checkpoint, or is damaged: {said(error)}"
+            ) from error
+        return cls(folder, metadata, specs, stamp)
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError where the folder is another one by now: what was read since may be of both."""
+        try:
+            same = _stamp(self.folder / _TABLE) == self.stamp
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise RuntimeError(f"{self.folder} was replaced while it was read; load again")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
@@ -75,6 +99,7 @@ class Contents:
                 sizes[stored.relative_path] = file.stat().st_size if file.is_file() else -1
             size = sizes[stored.relative_path]
             if size < stored.offset + stored.length:
+                self.check_unchanged()
                 what = "is missing" if size < 0 else f"ends after {size} bytes, of {stored.offset + stored.length}"
                 raise ValueError(f"{file} {what}: {index.fqn!r} is not there; the checkpoint is damaged")
 
@@ -115,6 +140,62 @@ class Contents:
         return {"state": {}, "param_groups": [{"params": [], **group} for group in assemble(nested)]}
 
 
+def _stamp(file: Path) -> tuple[int, ...]:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _check_table(metadata: Metadata) -> None:
+    """Raise where a part of a tensor is missing, or without a place in a file.
+
+    What is not read would be what happened to be in memory, and torch's reader goes through the parts that are there.
+    """
+    for key, entry in metadata.state_dict_metadata.items():
+        places = [MetadataIndex(key)]
+        if isinstance(entry, TensorStorageMetadata):
+            _check_parts(key, entry)
+            places = [MetadataIndex(key, part.offsets) for part in entry.chunks if math.prod(part.sizes)]
+        for place in places:
+            if place not in metadata.storage_data:
+                raise ValueError(f"{key!r} is in no file, or not all of it")
+            stored = metadata.storage_data[place]
+            if not Path(stored.relative_path).name or stored.offset < 0 or stored.length < 0:
+                raise ValueError(f"{key!r} is in no file")
+
+
+def _check_parts(key: str, entry: TensorStorageMetadata) -> None:
+    parts = [part for part in entry.chunks if math.prod(part.sizes)]
+    for part in parts:
+        bounds = zip(part.offsets, part.sizes, entry.size, strict=True)
+        if not all(offset >= 0 and size > 0 and offset + size <= whole for offset, size, whole in bounds):
+            raise ValueError(f"{key!r} of shape {tuple(entry.size)} has a part outside of it")
+    found, wanted = sum(math.prod(part.sizes) for part in parts), math.prod(entry.size)
+    if found != wanted:
+        raise ValueError(f"{key!r} of shape {tuple(entry.size)} has parts with {found} of {wanted} values")
+    if _overlap(parts):  # as many values, so others are in no part
+        raise ValueError(f"{key!r} of shape {tuple(entry.size)} has parts that overlap")
+
+
+def _overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether any two boxes have a place in common; each is compared with those it meets along the finest dimension."""
+    if len(parts) < 2:
+        return False
+    dims = range(len(parts[0].sizes))
+    along = max(dims, key=lambda dim: len({part.offsets[dim] for part in parts}))
+    near: list[ChunkStorageMetadata] = []
+    for part in sorted(parts, key=lambda part: part.offsets[along]):
+        near = [other for other in near if _meet(other, part, along)]
+        if any(all(_meet(other, part, dim) for dim in dims) for other in near):
+            return True
+        near.append(part)
+    return False
+
+
+def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dim: int) -> bool:
+    ends = one.offsets[dim] + one.sizes[dim], other.offsets[dim] + other.sizes[dim]
+    return one.offsets[dim] < ends[1] and other.offsets[dim] < ends[0]
+
+
 def assemble(values: Mapping[tuple[Any, ...], Any]) -> Any:
     """The container of which these are the parts by place: numbers count in a list, all else is a key."""
     if list(values) == [()]:
@@ -132,23 +213,38 @@ def read(contents: Contents, templates: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: a file cannot be read; it and the key are named, on every rank alike.
+        RuntimeError: the folder was replaced meanwhile.
     """
     values = dict(templates)
+    failure: CheckpointException | None = None
     try:
-        load(values, storage_reader=_Reader(contents.folder))
+        load(values, storage_reader=_Reader(contents))
     except CheckpointException as error:
-        failures = error.failures
-        text = str(failures[min(failures)][0]) if failures else str(error)
-        raise ValueError(text) from error
+        failure = error
+    all_or_none(lambda: _check_read(contents, failure), world())
     return values
+
+
+def _check_read(contents: Contents, failure: CheckpointException | None) -> None:
+    """A folder that was replaced may have failed to be read, or not: its files have the names of the last one."""
+    contents.check_unchanged()
+    if failure is not None:
+        failures = failure.failures
+        first = failures[min(failures)][0] if failures else failure
+        raise ValueError(str(first) if isinstance(first, ValueError) else said(first)) from failure
 
 
 class _Reader(FileSystemReader):
     """torch's, item by item, so that a failure has a name, and looking at the checksums, which torch only writes."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents.folder)
+        self._metadata = contents.metadata
         self._beside = threading.Lock()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The table that was compared with the model, not what stands there by now."""
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Tensors side by side: reading, summing and copying let other threads of Python run."""
@@ -177,9 +273,7 @@ class _Reader(FileSystemReader):
                 else:
                     self._read_tensor(item, planner, section, checked=checked)
         except Exception as error:  # whatever a damaged file makes of the reader
-            raise ValueError(
-                f"{file}: {item.dest_index.fqn!r} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"{file}: {item.dest_index.fqn!r} cannot be read: {said(error)}") from error
 
     def _read_tensor(self, item: ReadItem, planner: LoadPlanner, section: Section, *, checked: bool) -> None:
         """What says how the values are to be understood is checked before, the values where they arrive."""

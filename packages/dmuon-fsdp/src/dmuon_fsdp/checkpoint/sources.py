@@ -67,6 +67,19 @@ def map_tensors(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
     return tree
 
 
+def check_values(source: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError, with all names, where there are tensors on meta: they have no values to load."""
+    empty = [name for name, value in values.items() if _is_on_meta(value)]
+    if empty:
+        raise ValueError(f"{source} has tensors on meta, without values: {', '.join(map(repr, empty))}")
+
+
+def _is_on_meta(tree: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(tree, lambda tensor: found.append(tensor.is_meta))
+    return any(found)
+
+
 def collect(tree: Any, options: StateDictOptions, ranks: Ranks) -> Any:
     """Whole tensors, one at a time, or parts; on the CPU where that is wanted, and full ones then on the first only."""
     if not (options.full_state_dict or options.cpu_offload):
@@ -100,6 +113,11 @@ class Source:
 
     ranks: Ranks
     from_first: bool
+
+    @property
+    def gives(self) -> bool:
+        """Whether what this rank was given is loaded."""
+        return not self.from_first or self.ranks.is_first
 
     def known(self, value: T) -> T:
         """A small value, on every rank."""

@@ -14,7 +14,7 @@ from dmuon_fsdp.comm.agree import gather
 from dmuon_fsdp.comm.groups import Ranks
 
 T = TypeVar("T")
-_KINDS = (FileNotFoundError, KeyError, ValueError, OSError)
+_KINDS = (FileNotFoundError, KeyError, ValueError, OSError, RuntimeError)
 
 
 def broadcast_from_first(tensor: Tensor, ranks: Ranks) -> None:
@@ -36,23 +36,41 @@ def object_from_first(value: T, ranks: Ranks) -> T:
 
 
 def all_or_none(work: Callable[[], T], groups: Sequence[ProcessGroup]) -> T:
-    """What ``work()`` returns; where it fails on any rank, every rank raises the first failure.
+    """What ``work()`` returns; where it fails on any rank, every rank raises: its own failure, or else the first one.
 
-    For work without collectives, such as reading files.
+    For work without collectives, such as reading files. A failure of any kind is told: the others would wait for ever.
     """
     failure: Exception | None = None
     try:
         result = work()
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except Exception as error:
         failure = error
-    kind = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
-    said = None if failure is None else (kind, str(failure.args[0] if kind is KeyError else failure))
-    first = next((each for each in gather(said, groups) if each is not None), None)
+    told = None if failure is None else _told(failure)
+    first = next((each for each in gather(told, groups) if each is not None), None)
     if failure is not None:
         raise failure
     if first is not None:
         raise first[0](first[1])
     return result
+
+
+def _told(failure: Exception) -> tuple[type[Exception], str]:
+    """What another rank raises of it: a kind that one text makes."""
+    kind = next((kind for kind in _KINDS if isinstance(failure, kind)), None)
+    if kind is None:
+        return RuntimeError, said(failure)
+    return kind, str(failure.args[0] if kind is KeyError and failure.args else failure)
+
+
+def said(error: BaseException) -> str:
+    """An error in a text: some have none of their own."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def world() -> list[ProcessGroup]:
+    """The group of all ranks, over which ``torch.distributed.checkpoint`` works."""
+    assert dist.group.WORLD is not None, "there is a process group"
+    return [dist.group.WORLD]
 
 
 def union(names: Sequence[str], groups: Sequence[ProcessGroup]) -> set[str]:

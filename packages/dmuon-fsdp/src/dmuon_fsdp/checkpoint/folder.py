@@ -301,4 +301,4 @@ def _first_failure(error: CheckpointException) -> str:
     if not failures:
         return str(error)
     rank = min(failures)
-    return f"rank {rank}: {failures[rank][0]}"
+    return f"rank {rank}: {said(failures[rank][0])}"

@@ -79,8 +79,8 @@ def load_checkpoint(
     """Load what :func:`save_checkpoint` or ``torch.distributed.checkpoint.save`` wrote, on any ranks, mesh and owners.
 
     Everything is read into host memory, this rank's parts of it, and compared by name and shape before the model
-    changes: whatever goes wrong, the running model is as it was. Objects in the folder are unpickled: load only what
-    you trust.
+    changes: whatever is wrong with the files, the running model is as it was; only a device that runs out of memory for
+    the optimizer's state may leave a part of it new. Objects in the folder are unpickled: load only what you trust.
 
     Args:
         model: on any mesh, on meta too. Weights that FSDP2 alone saved are taken as well, under ``model.`` or without.

@@ -16,13 +16,16 @@ from dmuon_core.batching import Piece, Stack
 from dmuon_core.formulas import lr_scale
 from dmuon_core.newton_schulz import NewtonSchulz
 from dmuon_core.syrk.contract import TABLE, Kind, Layout
-from dmuon_core.targets import Inputs
+from dmuon_core.targets import Inputs, matrix_shapes
 from dmuon_core.views import MatrixView
 from dmuon_core.workspace import Part, arrange
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROW_WISE_VIEWS = ("matrix", "split", "heads")
 """Their matrices are rows of the parameter: parts of its memory whatever its strides."""
+
+_Row = tuple[int, tuple[int, ...]]
+"""Of the table: the parameter's position, and what is added to where its tensors begin."""
 
 
 def takes(inputs: Inputs, i: int) -> bool:
@@ -101,10 +104,6 @@ def fuse(
         torch.tensor([position for position, _ in rows], dtype=torch.int64, device="cpu"),
         torch.tensor([offsets for _, offsets in rows], dtype=torch.int64, device="cpu").view(-1, len(TABLE)),
     )
-
-
-_Row = tuple[int, tuple[int, ...]]
-"""Of the table: the parameter's position, and what is added to where its tensors begin."""
 
 
 def _batch_of(pieces: Sequence[tuple[int, _Block, Piece]], rows: list[_Row]) -> FusedBatch:
@@ -188,7 +187,7 @@ def _blocks_of(inputs: Inputs, i: int, view: MatrixView, adjust_lr_fn: str | Non
     copies = [None] * len(those[0]) if copy is None else _regions_of(copy, view)
     blocks = []
     for (_, rows, columns), grads, buffers, weights, copied in zip(
-        view.matrix_shapes(weight.shape), *those, copies, strict=True
+        matrix_shapes(view, weight.shape), *those, copies, strict=True
     ):
         kind = Kind(
             grads.m,

@@ -101,7 +101,7 @@ class Target:
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """(count, rows, columns) of every block of matrices."""
-        return _matrix_shapes(self.view, self.weight.shape)
+        return matrix_shapes(self.view, self.weight.shape)
 
     @property
     def stacks(self) -> list[Stack]:
@@ -113,5 +113,6 @@ class Target:
 
 
 @functools.lru_cache(maxsize=4096)
-def _matrix_shapes(view: MatrixView, shape: torch.Size) -> tuple[tuple[int, int, int], ...]:
+def matrix_shapes(view: MatrixView, shape: torch.Size) -> tuple[tuple[int, int, int], ...]:
+    """(count, rows, columns) of every block of matrices that a view reads in a parameter of this shape."""
     return view.matrix_shapes(shape)

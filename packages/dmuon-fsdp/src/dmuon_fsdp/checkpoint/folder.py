@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.optimizer import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dmuon_fsdp.checkpoint.model_dict import begin_writing, check_model, get_model_state_dict, wanted_of
 from dmuon_fsdp.checkpoint.names import check_names, check_shapes
@@ -229,6 +230,9 @@ def _packed(extra: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(extra, buffer)
+        foreign = get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue()))
+        if foreign:
+            raise TypeError(f"it has {', '.join(foreign)}, which torch.serialization.add_safe_globals does not name")
         _load(buffer.getvalue())
     except Exception as error:
         raise ValueError(

@@ -84,25 +84,76 @@ def test_results_do_not_change_when_the_plan_runs_again():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_memory_that_is_let_go_is_freed_and_made_anew():
-    """Else a benchmark counts one variant's memory as the next one's; a plan that kept it would hold it alive."""
+def test_plans_that_are_let_go_are_freed_and_made_anew():
+    """Else a benchmark counts one variant's graphs as the next one's."""
     ns = NewtonSchulz()
     kept = ns(gaussian(24, 40))
-    memory = [weakref.ref(arena._memory) for arena in workspace._arenas.values()]
-    assert len(memory) == 1
+    plans = [weakref.ref(plan) for arena in workspace._arenas.values() for plan in arena._plans.values()]
+    assert len(plans) == 1
     workspace.forget()
     gc.collect()
-    assert memory[0]() is None
+    assert plans[0]() is None
     assert torch.equal(ns(gaussian(24, 40)), kept)
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_padding_does_not_read_what_another_plan_left():
+def test_memory_is_taken_for_the_time_of_a_run(monkeypatch):
+    """What a step took used to stay, half a GiB that activations would have had."""
+    monkeypatch.setattr(workspace, "KEPT", 0)
+    ns = NewtonSchulz()
+
+    def held():
+        (arena,) = workspace._arenas.values()
+        return sum(plan._memory.untyped_storage().nbytes() for plan in arena._plans.values())
+
+    for shape in ((2, 24, 40), (3, 96, 100), (1, 24, 40), (3, 96, 100)):
+        with ns.factors([gaussian(*shape)], ns.schedule()):
+            assert held() == shape[0] * workspace_bytes(*shape[1:], form=ns.form(*shape[1:]))
+        assert held() == 0
+    with pytest.raises(ZeroDivisionError), ns.factors([gaussian(1, 24, 40)], ns.schedule()):
+        raise ZeroDivisionError
+    assert held() == 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_memory_may_lie_elsewhere_in_every_run(monkeypatch):
+    """An address that was kept would be read after it was given back."""
+    monkeypatch.setattr(workspace, "KEPT", 0)
+    ns = NewtonSchulz()
+    x = gaussian(2, 24, 40)
+    want = ns(x)
+    places, blockers = [], []
+
+    take = workspace.Plan.take_memory
+
+    def taken(plan):
+        take(plan)
+        places.append(plan._memory.data_ptr())
+        blockers.append(torch.full((plan.recipe.nbytes,), 255, dtype=torch.uint8))
+
+    monkeypatch.setattr(workspace.Plan, "take_memory", taken)
+    for _ in range(4):
+        blockers.append(torch.empty(1 << 16))
+        assert torch.equal(ns(x), want)
+    assert len(set(places)) > 1, "what this test is about"
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("kept", [0, workspace.KEPT])
+def test_padding_does_not_read_what_another_plan_left(monkeypatch, kept):
+    monkeypatch.setattr(workspace, "KEPT", kept)
     ns = NewtonSchulz()
     want = ns(gaussian(7, 11))
-    for arena in workspace._arenas.values():
-        arena._memory.view(torch.float16).fill_(float("nan"))
+    take, taken = workspace.Plan.take_memory, []
+
+    def left_by_another(plan):
+        take(plan)
+        plan._memory.view(torch.float16).fill_(float("nan"))
+        taken.append(plan)
+
+    monkeypatch.setattr(workspace.Plan, "take_memory", left_by_another)
     assert torch.equal(ns(gaussian(7, 11)), want)
+    assert taken
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -144,7 +144,6 @@ def test_capture_that_breaks_off_leaves_random_numbers_alone():
 def test_plans_do_replay(caplog):
     """Staying eager would pass every comparison of results."""
     ns = NewtonSchulz()
-    # The largest first: memory that grows takes the smaller plans with it.
     for shape in ((256, 768), (2, 64, 96), (33, 77), (300, 300)):
         x = torch.randn(shape, device="cuda")
         with caplog.at_level(logging.WARNING, "dmuon"):
@@ -153,7 +152,29 @@ def test_plans_do_replay(caplog):
     assert not caplog.records
     plans = [plan for arena in workspace._arenas.values() for plan in arena._plans.values() if plan.kernel is ns.kernel]
     assert len(plans) == 4
-    assert all(plan._graph is not None for plan in plans)
+    assert all(plan._graphs for plan in plans)
+
+
+def test_between_runs_the_memory_is_everybodys():
+    """Half a GiB used to stay. What a graph has the addresses of must not be written to when it is another's."""
+    ns = NewtonSchulz()
+    x = torch.randn(4, 2048, 4096, device="cuda", dtype=torch.bfloat16)
+    want = ns(x)
+    held = torch.cuda.memory_allocated() + 128 * 2**20  # what cuBLAS takes for a graph
+    places, in_the_way = set(), []
+    for _ in range(3):
+        for _ in range(3):
+            assert torch.equal(ns(x), want)
+        (plan,) = (p for arena in workspace._arenas.values() for p in arena._plans.values() if p.kernel is ns.kernel)
+        assert plan.recipe.nbytes > 2 * 128 * 2**20
+        assert torch.cuda.memory_allocated() < held + sum(map(len, in_the_way))
+        places |= set(plan._graphs)
+        for _ in range(4):  # in every place that is free
+            in_the_way.append(torch.full((plan.recipe.nbytes,), 255, dtype=torch.uint8, device="cuda"))
+    assert len(places) > 1, "what this test is about"
+    for _ in range(3):
+        assert torch.equal(ns(x), want)
+    assert all(bool((each == 255).all()) for each in in_the_way)
 
 
 def test_inside_a_capture_of_the_users():

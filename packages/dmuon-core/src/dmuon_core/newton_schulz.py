@@ -77,8 +77,8 @@ class NewtonSchulz:
             than float16 and errs up to ten times more: an option, not the default.
         deterministic: the same bits over runs, batches and layouts, on GPUs one matrix at a time. On a CPU always so.
         ns_steps: number of steps where a call does not say.
-        workspace_mib: memory on a GPU, MiB a stream, that half-precision products write to and that is kept between
-            calls; many matrices go in batches of what fits. A single matrix takes what it needs.
+        workspace_mib: memory on a GPU, MiB, that half-precision products write to, taken for as long as they run; many
+            matrices go in batches of what fits. A single matrix takes what it needs.
 
     Raises:
         ValueError: an unknown backend or dtype, a workspace that is not positive, or coefficients that the Gram form

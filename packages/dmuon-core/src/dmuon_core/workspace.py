@@ -3,9 +3,11 @@
 Legend: B matrices, M rows, N columns, M <= N, both padded to multiples of 16 with zeros: padded rows and columns stay
 zero in every product with X, so results are those of the logical matrices.
 
-An arena is the memory of one stream. The plans of a stream run one after the other and all live in it, at the same
-addresses in every step, so that a graph captured once can be replayed. Nothing of a step but the matrices themselves
-enters a graph; they are written by normalizing into the plan's input.
+An arena has the plans of one stream, which run one after the other. A large plan takes memory from the allocator for as
+long as it runs: between steps it serves activations, which need it most. In training it is in the same place in every
+step, so that what the plan launches, captured once as a graph, can be replayed there. Small plans share a few MiB that
+stay. Nothing of a step but the matrices themselves enters a graph; they are written by normalizing into the plan's
+input.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ Fill = Callable[[Sequence[Tensor]], None]
 GRAPH_CAP = 256 * 2**20
 """Bytes that capturing one plan may add to the memory of graphs. The buffers are outside; cuBLAS takes 32 MiB once."""
 
+KEPT = 16 * 2**20
+"""Bytes that an arena keeps for the plans that need no more: the allocator has small blocks in other places all the
+time, and small plans, whose launches cost the host more than their products the device, are to be replayed."""
+
 _PLANS = 64  # a stream's; beyond it the one that ran longest ago goes
+_GRAPHS = 4  # of a plan, each for one place in memory
 _BOUNDARY = 256  # bytes that a buffer starts at a multiple of
 
 
@@ -229,28 +236,47 @@ class Buffers:
 
 
 class Plan:
-    """A recipe in the memory of an arena, run eagerly once, then captured, then replayed."""
+    """A recipe, run eagerly once in every place that its memory is in, then captured there, then replayed."""
 
-    def __init__(self, recipe: Recipe, memory: Tensor, kernel: KernelChoice, capture: Capture | None) -> None:
+    def __init__(
+        self, recipe: Recipe, kernel: KernelChoice, capture: Capture | None, memory: Tensor, *, lent: bool
+    ) -> None:
         self.recipe = recipe
         self.kernel = kernel
-        self._buffers = Buffers(recipe, memory, kernel)
         self.normalize = kernel.normalizer(memory.device)
+        self._memory = memory
+        self._lent = lent
+        self._buffers = Buffers(recipe, self._memory, kernel)
         self._capture = capture
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: OrderedDict[int, torch.cuda.CUDAGraph] = OrderedDict()
+        self._ran_at: int | None = None
         self._launches: Counter[str] = Counter()
         self._results: Sequence[Tensor] = ()
 
+    def take_memory(self) -> None:
+        """Before a run, on the current stream."""
+        storage = self._memory.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self._memory.numel())
+
+    def give_back(self) -> None:
+        """Return lent memory to the allocator. The views of it stay, for wherever it will be."""
+        if self._lent:
+            self._memory.untyped_storage().resize_(0)
+
     def run(self, fill: Fill) -> list[Tensor]:
-        """The factors of every part, in the plan's memory: to be read before the arena's next run."""
+        """The factors of every part, in the plan's memory: to be read before it is given back."""
         fill(self._buffers.inputs)
-        if self._graph is None and self._capture is not None and self._results:
-            self._try_capture(self._capture)
-        if self._graph is None:
-            self._results = self._iterate()
-        else:
-            self._graph.replay()
+        place = self._memory.data_ptr()
+        if place not in self._graphs and self._capture is not None and place == self._ran_at:
+            self._try_capture(self._capture, place)
+        if place in self._graphs:
+            self._graphs.move_to_end(place)
+            self._graphs[place].replay()
             self.kernel.launches.update(self._launches)
+        else:
+            self._results = self._iterate()
+            self._ran_at = place
         return [part.logical(stack) for part, stack in zip(self.recipe.parts, self._results, strict=True)]
 
     def _iterate(self) -> Sequence[Tensor]:
@@ -258,15 +284,17 @@ class Plan:
         with full_precision_reduction():
             return iterate(self.recipe.form, self._buffers.inputs, self.recipe.segments, self._buffers)
 
-    def _try_capture(self, capture: Capture) -> None:
+    def _try_capture(self, capture: Capture, place: int) -> None:
         before = Counter(self.kernel.launches)
         try:
-            self._graph = capture(self._iterate)
+            self._graphs[place] = capture(self._iterate)
         except Exception as error:
             _log.warning("Newton-Schulz of %s stays without a CUDA graph: %s", self._describe(), describe_error(error))
             self._capture = None
         self._launches = self.kernel.launches - before
         self.kernel.launches.subtract(self._launches)
+        if len(self._graphs) > _GRAPHS:
+            self._graphs.popitem(last=False)
 
     def _describe(self) -> str:
         return " + ".join(f"{part.count}×{part.m}×{part.n}" for part in self.recipe.parts)
@@ -324,14 +352,14 @@ class Capture:
 
 
 class Arena:
-    """The memory and the plans of one stream."""
+    """The plans of one stream, which run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._plans: OrderedDict[object, Plan] = OrderedDict()
         self._capture: Capture | None = None
+        self._kept: Tensor | None = None
 
     def plan(self, recipe: Recipe, kernel: KernelChoice, *, graphs: bool) -> Plan:
         """The plan of a recipe; the same one as long as it is in use."""
@@ -339,18 +367,23 @@ class Arena:
         if key in self._plans:
             self._plans.move_to_end(key)
             return self._plans[key]
+        if graphs and self._capture is None:
+            self._capture = Capture(self._device)
         with torch.inference_mode(False):  # it outlives one that its first use may be in
-            if recipe.nbytes > self._memory.numel():
-                # The others must move too, or they would keep the old memory alive.
-                self._plans.clear()
-                self._memory = torch.empty(recipe.nbytes, dtype=torch.uint8, device=self._device)
-            if graphs and self._capture is None:
-                self._capture = Capture(self._device)
-            plan = Plan(recipe, self._memory, kernel, self._capture if graphs else None)
+            memory, lent = self._memory_for(recipe.nbytes)
+            plan = Plan(recipe, kernel, self._capture if graphs else None, memory, lent=lent)
         self._plans[key] = plan
         if len(self._plans) > _PLANS:
             self._plans.popitem(last=False)
         return plan
+
+    def _memory_for(self, nbytes: int) -> tuple[Tensor, bool]:
+        """Memory for a plan, and whether it is lent."""
+        if nbytes > KEPT:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device), True
+        if self._kept is None:
+            self._kept = torch.empty(KEPT, dtype=torch.uint8, device=self._device)
+        return self._kept, False
 
 
 _arenas: dict[tuple[torch.device, int], Arena] = {}
@@ -410,4 +443,9 @@ def planned(recipe: Recipe, device: torch.device, *, kernel: KernelChoice, graph
             return
         arena = _arena(device)
         with arena.lock:
-            yield arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda")
+            plan = arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda")
+            plan.take_memory()
+            try:
+                yield plan
+            finally:
+                plan.give_back()

@@ -13,6 +13,7 @@ from dmuon_fsdp.compat.autograd import (
     in_backward,
     is_alone,
     norms_of,
+    preserving_versions,
     profiled,
     put_parameter,
     run_post_accumulate_hooks,
@@ -30,6 +31,7 @@ from dmuon_fsdp.compat.dtensor import (
 )
 from dmuon_fsdp.compat.fsdp_state import (
     drop_unsharded_gradients,
+    free_last_gather,
     gradient_sync_of,
     param_groups,
     reset_iteration,
@@ -62,6 +64,7 @@ __all__ = [
     "default_store",
     "divide_all",
     "drop_unsharded_gradients",
+    "free_last_gather",
     "fsdp_controls",
     "get_parameter",
     "gradient_sync_of",
@@ -74,6 +77,7 @@ __all__ = [
     "norms_of",
     "param_groups",
     "plain_dtensor",
+    "preserving_versions",
     "profiled",
     "put_parameter",
     "reduce",

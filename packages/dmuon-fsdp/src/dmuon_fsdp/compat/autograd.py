@@ -6,6 +6,7 @@
 - `_fused_adamw_`: an update that a number on the device may call off; `torch.optim` takes one for all parameters.
 - `_foreach_copy_`, `_foreach_div_`, `_foreach_mul_`, `_foreach_norm`: one launch for all tensors of a group has no
   public spelling.
+- `_unsafe_preserve_version_counter`: memory that is freed and filled with the same values again has not changed.
 - `_profiler_enabled`: a range costs an operator call each way, also where nobody records a profile.
 - `_parameters`: registering through `setattr` walks every hook and base class, and views stand in a module's place for
   its parameters twice in every step.
@@ -47,6 +48,11 @@ def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``into[i].copy_(sources[i])`` for all i."""
     if into:
         torch._foreach_copy_(list(into), list(sources))
+
+
+def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """What is written to ``tensors`` inside is what autograd saved them with."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:

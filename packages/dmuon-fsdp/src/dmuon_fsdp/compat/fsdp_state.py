@@ -2,6 +2,8 @@
 
 - `set_requires_gradient_sync` sets but nothing reads: restoring what was there needs the parameter groups.
 - whether a module is a root, which `reset_iter_state` must not be called on before a forward, nothing tells.
+- FSDP2 keeps the output of an all-gather until the next one in forward; where owners have every parameter of the
+  layers, the root's is the last, and stays until its forward is over.
 - `reset_iter_state` leaves gradients on the unsharded parameters, which the next backward would add to.
 """
 
@@ -19,6 +21,17 @@ def param_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def free_last_gather(module: FSDPModule) -> None:
+    """Where ``module`` has nothing for FSDP2 to gather, let go of what the module before it has copied out by now."""
+    if param_groups(module):
+        return
+    shared = module._get_fsdp_state()._comm_ctx
+    if shared.all_gather_state is not None:
+        for stream in (shared.all_gather_copy_in_stream, shared.all_gather_stream):
+            stream.wait_event(shared.all_gather_state.event)
+        shared.all_gather_state = None
 
 
 def gradient_sync_of(module: FSDPModule) -> list[tuple[bool, bool]]:

@@ -1,8 +1,9 @@
 """The buffers of one group: one contiguous bucket per owner in the compute dtype, views of it for the modules.
 
 A rank keeps the buckets of its own place in the mesh: those it owns, and in HSDP those that the owners at its place in
-the other replicas publish. All others are freed and filled again by a broadcast. A bucket's storage is resized rather
-than replaced, so the Parameters that view it live as long as the group.
+the other replicas publish. All others are freed and filled again by a broadcast. Between forward and backward, when
+activations fill the memory, what a rank owns can go too: it casts its parameters once more. A bucket's storage is
+resized rather than replaced, so the Parameters that view it live as long as the group.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dmuon_fsdp.compat import copy_all, preserving_versions
 from dmuon_fsdp.planning.plan import Owner
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
@@ -87,6 +89,7 @@ class Buckets:
         self.to_broadcast: list[tuple[int, Tensor]] = []
         self.to_publish: list[tuple[int, Tensor]] = []
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        self._kept: list[tuple[torch.UntypedStorage, int]] = []
         self.own: dict[DedicatedParam, Tensor] = {}
         self._copied: dict[DedicatedParam, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
         for layout in layouts_of(members, dtype):
@@ -97,22 +100,44 @@ class Buckets:
                 slot.member.unsharded = view
                 if slot.member.is_owner:
                     self.own[slot.member] = slot.view(flat)
+            storage = flat.untyped_storage()
             if layout.owner.shard == shard_rank:
                 self.to_publish.append((layout.owner.replicate, flat))
+                self._kept.append((storage, storage.nbytes()))
             else:
-                storage = flat.untyped_storage()
                 self._freed.append((storage, storage.nbytes()))
                 storage.resize_(0)
 
     def allocate(self) -> None:
         """Give the others' buckets memory, on the current stream."""
-        for storage, nbytes in self._freed:
-            storage.resize_(nbytes)
+        _resize(self._freed)
 
     def release(self) -> None:
         """Return the others' buckets to the allocator."""
-        for storage, _ in self._freed:
-            storage.resize_(0)
+        _empty(self._freed)
+
+    @property
+    def lacks_own(self) -> bool:
+        """Whether what this rank owns has no memory."""
+        return any(nbytes > storage.nbytes() for storage, nbytes in self._kept)
+
+    def allocate_own(self) -> None:
+        """Give what this rank owns memory, on the current stream; :meth:`restore` or a step is to fill it."""
+        _resize(self._kept)
+
+    def release_own(self) -> None:
+        """Return what this rank owns to the allocator. Not where other replicas publish into it."""
+        _empty(self._kept)
+
+    def restore(self) -> None:
+        """Cast every parameter of this rank once more. To autograd, which may have saved the views, nothing changes."""
+        with preserving_versions(list(self.own.values())):
+            copy_all(list(self.own.values()), [member.owned.local for member in self.own])
+        self.note_copied(self.own)
+
+    def forget_copies(self) -> None:
+        """Count every parameter as stale."""
+        self._copied.clear()
 
     @property
     def stale(self) -> list[DedicatedParam]:
@@ -134,3 +159,13 @@ class Buckets:
         stale = self.stale
         self.note_copied(stale)
         return [self.own[member] for member in stale], [member.owned.local for member in stale]
+
+
+def _resize(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:
+    for storage, nbytes in storages:
+        storage.resize_(nbytes)
+
+
+def _empty(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:
+    for storage, _ in storages:
+        storage.resize_(0)

@@ -96,6 +96,7 @@ class Group:
         self._gathering = Ticket()
         self._publishing = Ticket()
         self._published: tuple[int, int] | None = None
+        self._freed_with: tuple[int, int] | None = None
         self._kept: dict[DedicatedParam, Tensor] = {}
         self._partial: dict[DedicatedParam, tuple[Tensor, Tensor]] = {}
         self._unreduced = False
@@ -143,22 +144,37 @@ class Group:
         traffic = self.traffic
         with profiled(self._gather_range):
             buckets = self._buckets if again else None
-            if buckets is None:
+            if buckets is not None:
+                self._check_as_in_forward()
+            else:
                 buckets = self._current_buckets()
                 self._bring_up_to_date(buckets)
             lane = traffic.gather_lane
             with lane.running(), self._naming("the weights"):
                 self._publishing.settle()
                 buckets.allocate()
+                if buckets.lacks_own:
+                    buckets.allocate_own()
+                    buckets.restore()
                 works = broadcast_from_owners(buckets.to_broadcast, traffic.ranks.shard)
                 self._gathering = Ticket(lane.event(), works)
             traffic.broadcasts += 1
         self._move(GroupState.GATHERING)
 
+    def _check_as_in_forward(self) -> None:
+        """What this backward will compute with is cast anew: from what forward computed with."""
+        before, self._freed_with = self._freed_with, None
+        if before is not None and before != self._writes:
+            raise RuntimeError(
+                f"parameters of {self.name!r} were written between a forward and its backward, which frees them in "
+                f"between: write before the forward or after the backward, or keep them with "
+                f"reshard_after_forward=False"
+            )
+
     def _bring_up_to_date(self, buckets: Buckets) -> None:
         """Take over what was written outside of a step."""
         if self.traffic.ranks.replicate is None:
-            views, sources = buckets.copies()
+            views, sources = self.copies()
             if views:
                 copy_all(views, sources)
                 self.traffic.gather_lane.follow_current()
@@ -183,7 +199,12 @@ class Group:
 
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where owned parameters that changed go in the compute dtype, and what goes there."""
-        return self._current_buckets().copies()
+        buckets = self._current_buckets()
+        views, sources = buckets.copies()
+        if views and buckets.lacks_own:
+            self._allocate_own(buckets)
+            buckets.restore()
+        return views, sources
 
     def places(self) -> dict[DedicatedParam, Tensor]:
         """Of this rank's parameters where they go in the compute dtype, ready to be written on the current stream.
@@ -191,7 +212,21 @@ class Group:
         At rest. Whoever writes tells it to :meth:`note_copied`.
         """
         self.settle_publish()
-        return self._current_buckets().own
+        buckets = self._current_buckets()
+        if buckets.lacks_own:
+            self._allocate_own(buckets)
+            buckets.forget_copies()
+        return buckets.own
+
+    def _allocate_own(self, buckets: Buckets) -> None:
+        """Memory for what this rank owns, ready to be written on the current stream.
+
+        It comes from the gather lane's pool, as it does in backward: the lane has the last use of it in order.
+        """
+        lane = self.traffic.gather_lane
+        with lane.running():
+            buckets.allocate_own()
+        lane.precede_current()
 
     def note_copied(self, members: Sequence[DedicatedParam]) -> None:
         """Some of :meth:`places` were written."""
@@ -203,7 +238,7 @@ class Group:
         traffic = self.traffic
         buckets = self._current_buckets()
         self._publishing.settle()
-        copy_all(*buckets.copies())
+        copy_all(*self.copies())
         self._published = self._writes
         if traffic.ranks.replicate is None:
             traffic.gather_lane.follow_current()
@@ -247,8 +282,13 @@ class Group:
         for member in self.members:
             member.show(member.param)
 
-    def rest(self) -> None:
-        """Free what other ranks own; the modules hold the at-rest Parameters again."""
+    def rest(self, *, until_backward: bool = False) -> None:
+        """Free what other ranks own; the modules hold the at-rest Parameters again.
+
+        Args:
+            until_backward: free the copy of what this rank owns as well, where its backward will gather again. Not in
+                HSDP: what another replica's owner published cannot be made here.
+        """
         if self.state is GroupState.RESTING:
             return
         if self.state is GroupState.GATHERING:
@@ -259,6 +299,9 @@ class Group:
         # The memory goes back to the gather lane's pool, whose next use must come after the compute so far.
         self.traffic.gather_lane.follow_current()
         self._buckets.release()
+        if until_backward and self.unshard_in_backward and self.traffic.ranks.replicate is None:
+            self._buckets.release_own()
+            self._freed_with = self._writes
         self._move(GroupState.RESTING)
 
     def _current_buckets(self) -> Buckets:

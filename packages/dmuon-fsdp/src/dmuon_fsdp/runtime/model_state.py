@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from dmuon_fsdp.compat import (
     at_end_of_backward,
     copy_all,
+    free_last_gather,
     in_backward,
     tensors_with_grad,
     tree_flatten,
@@ -103,6 +104,8 @@ class Conductor:
             self._begin_pass()
         self._running.add(module)
         self._make_ready()
+        if isinstance(module, FSDPModule):
+            free_last_gather(module)
         self.state.prefetch_forward(self)
         if self._pass is None:
             return args, kwargs
@@ -141,7 +144,7 @@ class Conductor:
     def _end_pass(self) -> None:
         # Inside a backward (a reentrant checkpoint's forward) the weights are needed again at once.
         if self.group.frees_after_forward and not in_backward():
-            self.rest()
+            self.rest(until_backward=self._pass is not None)
         self._pass = None
 
     @property
@@ -217,8 +220,8 @@ class Conductor:
         if isinstance(self.container, FSDPModule):
             self.container.unshard()
 
-    def rest(self) -> None:
-        self.group.rest()
+    def rest(self, *, until_backward: bool = False) -> None:
+        self.group.rest(until_backward=until_backward)
         if isinstance(self.container, FSDPModule):
             self.container.reshard()
 

@@ -217,6 +217,10 @@ def _raise_problems(ranks: list[Rank]) -> None:
 
 
 def _work(case: Case, index: int, outbox: Connection) -> None:
+    import torch
+
+    # Of a crash in a thread that is not Python's, faulthandler knows nothing: torch writes all native stacks to stderr.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]
     with _stack_file(Path(case.scratch), index).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         faulthandler.enable(file=stack)

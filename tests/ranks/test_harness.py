@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -86,3 +87,15 @@ def test_environment_of_the_interpreter_is_per_rank(ranks):
 def test_a_local_function_is_refused_before_any_process_starts(ranks):
     with pytest.raises(ValueError, match="top level"):
         ranks(2, lambda: None)
+
+
+def crash():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_leaves_native_stacks(ranks, capfd):
+    """Of one in a thread of gloo there was nothing but its number."""
+    with pytest.raises(AssertionError, match="rank 1 of 2 died without a report"):
+        ranks(2, crash, env=[{}, {}])  # forked ones write where the server of forks does
+    assert "c10d::ProcessGroupGloo::runLoop" in capfd.readouterr().err

@@ -132,6 +132,13 @@ def part_moved_over_another(table):
     return pickle.dumps(metadata)
 
 
+def file_elsewhere(table):
+    metadata = pickle.loads(table)
+    for stored in metadata.storage_data.values():
+        stored.relative_path = f"../saved/{stored.relative_path}"
+    return pickle.dumps(metadata)
+
+
 def what_is_refused(folder):
     run, folder = Run(), Path(folder) / "saved"
     run.train([0])
@@ -144,7 +151,8 @@ def what_is_refused(folder):
         said[what] = error_of(lambda: dmuon.load_checkpoint(run.model, run.optimizer, source))
         assert_same(run.everything(), before)
 
-    for change in (fields_renamed, part_dropped, place_dropped, part_moved_out, part_moved_over_another):
+    tables = fields_renamed, part_dropped, place_dropped, part_moved_out, part_moved_over_another, file_elsewhere
+    for change in tables:
         load(change.__name__, with_another_table(folder, change.__name__, change))
     model, optimizer = dsd.get_state_dict(run.model, run.optimizer)
     dcp.save({"model": model, "optimizer": optimizer, "extra": 5}, checkpoint_id=f"{folder}.plain")
@@ -182,6 +190,7 @@ def test_damaged_tables_foreign_extras_and_a_folder_that_is_replaced(ranks, tmp_
         "place_dropped": "'model.embed.weight' is in no file, or not all of it",
         "part_moved_out": r"'model.embed.weight' of shape \(97, 64\) has a part outside of it",
         "part_moved_over_another": r"'model.embed.weight' of shape \(97, 64\) has parts that overlap",
+        "file_elsewhere": r"is in '../saved/.*', which is not in this folder",
     }.items():
         assert re.match(rf"ValueError: {tmp_path}/{kind}/.metadata is no table .*{why}", said[kind]), said[kind]
     assert f"ValueError: {tmp_path}/saved.plain: 'extra' is not what dmuon.save_checkpoint writes" in said["extra"]

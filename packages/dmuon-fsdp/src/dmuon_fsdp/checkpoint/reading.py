@@ -161,6 +161,8 @@ def _check_table(metadata: Metadata) -> None:
             stored = metadata.storage_data[place]
             if not Path(stored.relative_path).name or stored.offset < 0 or stored.length < 0:
                 raise ValueError(f"{key!r} is in no file")
+            if Path(stored.relative_path).is_absolute() or ".." in Path(stored.relative_path).parts:
+                raise ValueError(f"{key!r} is in {stored.relative_path!r}, which is not in this folder")
 
 
 def _check_parts(key: str, entry: TensorStorageMetadata) -> None:

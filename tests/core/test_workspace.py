@@ -138,6 +138,46 @@ def test_memory_may_lie_elsewhere_in_every_run(monkeypatch):
     assert len(set(places)) > 1, "what this test is about"
 
 
+class Replay:
+    """In place of a CUDA graph: runs what it was made of, where that was."""
+
+    def __init__(self, run):
+        self.replay = run
+
+
+@pytest.mark.parametrize(
+    ("places", "captured"),
+    [("AAAA", "A"), ("ABABAB", "AB"), ("ABCABC", "ABC"), ("ABCDE", ""), ("ABCDEABCDE", ""), ("AABBCCDDEEAA", "ABCDEA")],
+)
+@pytest.mark.usefixtures("on_cpu")
+def test_a_place_that_comes_back_is_captured_once(monkeypatch, places, captured):
+    """Where two batches of a step lie in two places in turn, the last one alone never is where the plan was last."""
+    ns, x = NewtonSchulz(), gaussian(24, 40)
+    want = ns(x)
+    ((plan,),) = (arena._plans.values() for arena in workspace._arenas.values())
+    here, seen = "", []
+
+    def capture(run):
+        seen.append(here)
+        return Replay(run)
+
+    monkeypatch.setattr(workspace.Plan, "place", property(lambda plan: ord(here)))
+    plan._capture = capture
+    plan._places.clear()
+    for here in places:  # noqa: B007 (read by what is above)
+        assert torch.equal(ns(x), want)
+    assert "".join(seen) == captured
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_factors_inside_the_context_of_others_are_refused():
+    """They would write over those, or free them."""
+    ns = NewtonSchulz()
+    with ns.factors([gaussian(1, 24, 40)], ns.schedule()), pytest.raises(RuntimeError, match="leave its `factors`"):
+        ns(gaussian(24, 40))
+    assert ns(gaussian(24, 40)).isfinite().all()
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("kept", [0, workspace.KEPT])
 def test_padding_does_not_read_what_another_plan_left(monkeypatch, kept):

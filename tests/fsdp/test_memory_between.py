@@ -4,14 +4,15 @@ import pytest
 import torch
 
 import dmuon
-from dmuon_fsdp.runtime import buckets
-from fsdp.models import Toy, Twins, groups_of, next_token_loss, world_mesh, wrap
+from dmuon_fsdp.runtime import buckets, group, model_state
+from fsdp.models import WIDTH, Toy, Twins, groups_of, next_token_loss, world_mesh, wrap
 
 
 def own_bytes(model):
     """Storage of what this rank owns in the compute dtype, and what it is when all of it is there."""
-    kept = [pair for group in groups_of(model).values() if group.has_buckets for pair in group._buckets._kept]
-    return sum(storage.nbytes() for storage, _ in kept), sum(nbytes for _, nbytes in kept)
+    used = [each for each in groups_of(model).values() if each.has_buckets]
+    own = [pair for each in used for pair in each._buckets._own_storages]
+    return sum(storage.nbytes() for storage, _ in own), sum(nbytes for _, nbytes in own)
 
 
 def is_of_a_block(name, parameter):
@@ -24,13 +25,17 @@ BY_ADAMW = [dmuon.ParamPolicy("*norm*", route="adamw")]
 class Casts:
     """Counts what is copied, in bytes, while inside."""
 
+    modules = buckets, group, model_state
+
     def __enter__(self):
         self.nbytes, self.copy_all = 0, buckets.copy_all
-        buckets.copy_all = self
+        for module in self.modules:
+            module.copy_all = self
         return self
 
     def __exit__(self, *_):
-        buckets.copy_all = self.copy_all
+        for module in self.modules:
+            module.copy_all = self.copy_all
 
     def __call__(self, into, sources):
         self.nbytes += sum(tensor.nbytes for tensor in into)
@@ -79,8 +84,6 @@ def run_step_without_a_backward():
     places = state.before_step()
     assert own_bytes(twins.model)[0] == own_bytes(twins.model)[1]
     written = list(places)[::2]
-    for place in places.values():
-        place.fill_(float("nan"))
     with torch.no_grad():
         for member in written:
             places[member].copy_(member.owned.local.mul_(0.5))
@@ -94,25 +97,152 @@ def test_a_step_after_a_forward_alone(ranks):
     ranks(2, run_step_without_a_backward)
 
 
-def run_writes_in_between():
-    twins = Twins()
-    expected = "parameters of 'blocks.1' were written between a forward and its backward"
+WRITTEN = "parameters of 'blocks.1' were written between a forward and its backward"
+
+
+@torch.no_grad()
+def scale_up(model, factor):
+    model.blocks[1].up.weight.mul_(factor)
+
+
+def after_the_forward(twins):
     loss = next_token_loss(twins.model, twins.rank)
-    with torch.no_grad():
-        twins.model.blocks[1].up.weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match=expected):
+    scale_up(twins.model, 0.5)
+    return loss
+
+
+def in_the_forward(twins):
+    """When the weights are gathered, and before they are freed."""
+    handle = twins.model.blocks[1].norm2.register_forward_hook(lambda *_: scale_up_at_rest(twins, 0.5))
+    loss = next_token_loss(twins.model, twins.rank)
+    handle.remove()
+    return loss
+
+
+@torch.no_grad()
+def scale_up_at_rest(twins, factor):
+    (member,) = (m for m in dmuon.dedicated_params(twins.model) if m.fqn == "blocks.1.up.weight")
+    member.param.mul_(factor)
+
+
+def between_two_forwards(twins):
+    loss = next_token_loss(twins.model, twins.rank)
+    scale_up(twins.model, 0.5)
+    next_token_loss(twins.model, twins.rank)
+    return loss
+
+
+def run_writes_in_between():
+    for write in (after_the_forward, in_the_forward, between_two_forwards):
+        twins = Twins()
+        loss = write(twins)
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            loss.backward()
+        dmuon.reset(twins.model)
+        scale_up(twins.model, 2.0)
+        twins.model.zero_grad()
+        twins.backward()
+        twins.check_gradients()
+
+
+def test_weights_written_between_forward_and_backward_are_named_on_every_rank(ranks):
+    """The owner no longer has what forward computed with."""
+    ranks(2, run_writes_in_between)
+
+
+def run_a_write_on_the_owner_alone():
+    twins = Twins()
+    loss = next_token_loss(twins.model, twins.rank)
+    member = next(m for m in dmuon.dedicated_params(twins.model) if m.is_owner)
+    member.owned.local.mul_(0.5)
+    with pytest.raises(RuntimeError, match=f"rank 0: '{member.fqn}' was written on its owner alone"):
         loss.backward()
-    dmuon.reset(twins.model)
-    with torch.no_grad():
-        twins.model.blocks[1].up.weight.mul_(2.0)
-    twins.zero_grad = twins.model.zero_grad
+
+
+def test_a_write_that_the_owner_alone_knows_of_is_named_there(ranks):
+    """Gradients of other weights than forward's, and nothing said so."""
+    ranks(1, run_a_write_on_the_owner_alone)
+
+
+def run_writes_that_do_no_harm():
+    twins = Twins()
+    # A forward that is thrown away, a write, and a backward in which its last block is prefetched in vain.
+    next_token_loss(twins.model, twins.rank)
+    scale_up(twins.model, 0.5)
+    last = twins.model.blocks[1]
+    twins.model.blocks[1] = torch.nn.Identity()
+    next_token_loss(twins.model, twins.rank).backward()
+    twins.model.blocks[1] = last
+    scale_up(twins.model, 2.0)
+    twins.model.zero_grad()
     twins.backward()
     twins.check_gradients()
 
 
-def test_weights_written_between_forward_and_backward_are_named_on_every_rank(ranks):
-    """The owner no longer has what forward computed with; torch alone refuses the same."""
-    ranks(2, run_writes_in_between)
+def test_a_forward_without_a_backward_forbids_no_writes(ranks):
+    """Evaluation without no_grad, then a swap of averaged weights."""
+    ranks(2, run_writes_that_do_no_harm)
+
+
+def run_steps_in_between():
+    """Of an optimizer that has nothing to do in any block."""
+    twins = Twins()
+    twins.optimizers()
+    twins.model.zero_grad()
+    loss = next_token_loss(twins.model, twins.rank)
+    twins.optimizer.step()
+    loss.backward()
+    twins.reference_backward()
+    twins.check_gradients()
+
+
+def test_a_step_that_changes_nothing_between_forward_and_backward(ranks):
+    ranks(2, run_steps_in_between)
+
+
+def run_second_derivatives():
+    twins = Twins()
+    embedded = []
+    twins.model.embed.register_forward_hook(lambda module, args, output: embedded.append(output))
+    for differentiate in (
+        lambda loss: torch.autograd.grad(loss, embedded[-1], create_graph=True),
+        lambda loss: loss.backward(create_graph=True),
+    ):
+        with pytest.raises(NotImplementedError, match="create_graph=True: the weights of dedicated parameters"):
+            differentiate(next_token_loss(twins.model, twins.rank))
+        dmuon.reset(twins.model)
+    twins.model.zero_grad()
+    twins.backward()
+    twins.check_gradients()
+
+
+def test_second_derivatives_are_refused(ranks):
+    """They read weights that are freed by then, and the process died."""
+    ranks(2, run_second_derivatives)
+
+
+class Renormed(torch.nn.Module):
+    """Writes its weight in forward, as an embedding with ``max_norm`` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x_BTD):
+        with torch.no_grad():
+            self.weight.copy_(torch.renorm(self.weight, 2, 0, 1.0))
+        return x_BTD @ self.weight.T
+
+
+def run_a_write_to_the_view():
+    twins = Twins(lambda: Toy(Renormed))
+    twins.backward()
+    twins.check_gradients()
+
+
+def test_what_a_module_writes_to_its_weight_in_forward_is_there_in_backward(ranks):
+    """Cast again, the weight would be the one from before."""
+    ranks(2, run_a_write_to_the_view)
 
 
 def run_with_replicas():
@@ -130,24 +260,22 @@ def test_what_another_replica_published_stays(ranks):
     ranks(2, run_with_replicas)
 
 
-class Watching(Toy):
-    """Notes before every block whether FSDP2 keeps the output of an all-gather."""
-
-    def forward(self, tokens_BT, **options):
-        self.kept = []
-        for block in self.blocks:
-            block.register_forward_hook(lambda *_: self.kept.append(self._get_fsdp_state()._comm_ctx.all_gather_state))
-        return super().forward(tokens_BT, **options)
+def watch(model):
+    """Notes after every block whether FSDP2 keeps the output of an all-gather."""
+    kept = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: kept.append(model._get_fsdp_state()._comm_ctx.all_gather_state))
+    return kept
 
 
 def run_last_gather():
     for predicate, keeps in ((is_of_a_block, False), (None, True)):
         options = {} if predicate is None else {"predicate": predicate, "dedicate": {"param_policy": BY_ADAMW}}
         torch.manual_seed(0)
-        model = wrap(Watching(), world_mesh(), **options)
+        model = wrap(Toy(), world_mesh(), **options)
+        kept = watch(model)
         next_token_loss(model, 0).backward()
-        assert len(model.kept) == 2
-        assert [each is not None for each in model.kept] == [keeps] * 2, predicate
+        assert [each is not None for each in kept] == [keeps] * 2, predicate
 
 
 def test_the_roots_gather_is_let_go_where_owners_have_every_layer(ranks):

@@ -133,3 +133,32 @@ def test_five_hundred_steps_beside_garbage(ranks, replicas):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_async_publish_and_both_memory_modes_give_the_same_bits(ranks):
     ranks(2, same_bits_both_ways, backend="nccl")
+
+
+def same_bits_cast_once_or_twice() -> None:
+    """What an owner frees after forward and casts again in backward, beside garbage in the freed memory."""
+
+    def train(reshard: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        model = build(Stack(12).cuda(), 1, policy, reshard=reshard)
+        optimizer = dmuon.Muon(model, lr=0.02, ns_backend=dmuon.NewtonSchulz(deterministic=True))
+        for step in range(50):
+            optimizer.zero_grad()
+            loss = model(batch(dist.get_rank(), step))
+            garbage = [torch.full((WIDTH, WIDTH), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(24)]
+            del garbage
+            loss.backward()
+            optimizer.step()
+        return [member.owned.full_tensor().detach() for member in dmuon.dedicated_params(model)]
+
+    for got, want in zip(train(True), train(False), strict=True):
+        assert got.isfinite().all()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_that_are_cast_again_in_backward_are_the_same(ranks, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    ranks(world_size, same_bits_cast_once_or_twice, backend="nccl")

@@ -78,7 +78,8 @@ class NewtonSchulz:
         deterministic: the same bits over runs, batches and layouts, on GPUs one matrix at a time. On a CPU always so.
         ns_steps: number of steps where a call does not say.
         workspace_mib: memory on a GPU, MiB, that half-precision products write to, taken for as long as they run; many
-            matrices go in batches of what fits. A single matrix takes what it needs.
+            matrices go in batches of what fits. A single matrix takes what it needs. Batches of up to 16 MiB share
+            as much on every stream, which stays.
 
     Raises:
         ValueError: an unknown backend or dtype, a workspace that is not positive, or coefficients that the Gram form

@@ -1,4 +1,4 @@
-"""Newton-Schulz in half precision on a GPU, in memory that stays: plans, their buffers, and replay as CUDA graphs.
+"""Newton-Schulz in half precision on a GPU: plans, their buffers, and replay as CUDA graphs.
 
 Legend: B matrices, M rows, N columns, M <= N, both padded to multiples of 16 with zeros: padded rows and columns stay
 zero in every product with X, so results are those of the logical matrices.
@@ -17,7 +17,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +45,7 @@ time, and small plans, whose launches cost the host more than their products the
 
 _PLANS = 64  # a stream's; beyond it the one that ran longest ago goes
 _GRAPHS = 4  # of a plan, each for one place in memory
+_CAPTURES = 16  # of a plan in all: products that split their sums keep counters for every captured launch
 _BOUNDARY = 256  # bytes that a buffer starts at a multiple of
 
 
@@ -236,7 +237,7 @@ class Buffers:
 
 
 class Plan:
-    """A recipe, run eagerly once in every place that its memory is in, then captured there, then replayed."""
+    """A recipe, run eagerly where its memory was not of late, captured where it is again, and from then on replayed."""
 
     def __init__(
         self, recipe: Recipe, kernel: KernelChoice, capture: Capture | None, memory: Tensor, *, lent: bool
@@ -249,9 +250,15 @@ class Plan:
         self._buffers = Buffers(recipe, self._memory, kernel)
         self._capture = capture
         self._graphs: OrderedDict[int, torch.cuda.CUDAGraph] = OrderedDict()
-        self._ran_at: int | None = None
+        self._places: deque[int] = deque(maxlen=_GRAPHS)
+        self._captures = 0
         self._launches: Counter[str] = Counter()
         self._results: Sequence[Tensor] = ()
+
+    @property
+    def place(self) -> int:
+        """Where its memory is now."""
+        return self._memory.data_ptr()
 
     def take_memory(self) -> None:
         """Before a run, on the current stream."""
@@ -267,8 +274,8 @@ class Plan:
     def run(self, fill: Fill) -> list[Tensor]:
         """The factors of every part, in the plan's memory: to be read before it is given back."""
         fill(self._buffers.inputs)
-        place = self._memory.data_ptr()
-        if place not in self._graphs and self._capture is not None and place == self._ran_at:
+        place = self.place
+        if place in self._places and self._capture is not None and self._captures < _CAPTURES:
             self._try_capture(self._capture, place)
         if place in self._graphs:
             self._graphs.move_to_end(place)
@@ -276,7 +283,7 @@ class Plan:
             self.kernel.launches.update(self._launches)
         else:
             self._results = self._iterate()
-            self._ran_at = place
+            self._places.append(place)
         return [part.logical(stack) for part, stack in zip(self.recipe.parts, self._results, strict=True)]
 
     def _iterate(self) -> Sequence[Tensor]:
@@ -286,11 +293,15 @@ class Plan:
 
     def _try_capture(self, capture: Capture, place: int) -> None:
         before = Counter(self.kernel.launches)
+        self._places.remove(place)
+        self._captures += 1
         try:
             self._graphs[place] = capture(self._iterate)
         except Exception as error:
             _log.warning("Newton-Schulz of %s stays without a CUDA graph: %s", self._describe(), describe_error(error))
             self._capture = None
+            self.kernel.launches.subtract(self.kernel.launches - before)
+            return
         self._launches = self.kernel.launches - before
         self.kernel.launches.subtract(self._launches)
         if len(self._graphs) > _GRAPHS:
@@ -360,6 +371,26 @@ class Arena:
         self._plans: OrderedDict[object, Plan] = OrderedDict()
         self._capture: Capture | None = None
         self._kept: Tensor | None = None
+        self._runs = False
+
+    @contextlib.contextmanager
+    def running(self, recipe: Recipe, kernel: KernelChoice, *, graphs: bool) -> Iterator[Plan]:
+        """The plan of a recipe, with its memory.
+
+        Raises:
+            RuntimeError: inside the context of another one, whose factors would be written over.
+        """
+        with self.lock:
+            if self._runs:
+                raise RuntimeError("Newton-Schulz is running on this stream: leave its `factors` before the next ones")
+            plan = self.plan(recipe, kernel, graphs=graphs)
+            self._runs = True
+            try:
+                plan.take_memory()
+                yield plan
+            finally:
+                plan.give_back()
+                self._runs = False
 
     def plan(self, recipe: Recipe, kernel: KernelChoice, *, graphs: bool) -> Plan:
         """The plan of a recipe; the same one as long as it is in use."""
@@ -439,13 +470,8 @@ def planned(recipe: Recipe, device: torch.device, *, kernel: KernelChoice, graph
     with on_device:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # What the user captures must own its memory.
-            yield Arena(device).plan(recipe, kernel, graphs=False)
+            memory = torch.empty(recipe.nbytes, dtype=torch.uint8, device=device)
+            yield Plan(recipe, kernel, None, memory, lent=False)
             return
-        arena = _arena(device)
-        with arena.lock:
-            plan = arena.plan(recipe, kernel, graphs=graphs and device.type == "cuda")
-            plan.take_memory()
-            try:
-                yield plan
-            finally:
-                plan.give_back()
+        with _arena(device).running(recipe, kernel, graphs=graphs and device.type == "cuda") as plan:
+            yield plan

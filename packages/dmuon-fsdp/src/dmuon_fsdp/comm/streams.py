@@ -59,11 +59,6 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
-    def precede_current(self) -> None:
-        """What comes next on the current stream waits for what the lane has so far."""
-        if self.stream is not None:
-            torch.accelerator.current_stream(self.device).wait_stream(self.stream)
-
     def follow(self, other: Lane) -> None:
         """What comes next on this lane waits for what ``other`` has so far."""
         if self.stream is not None and other.stream is not None:

@@ -74,6 +74,7 @@ class Buckets:
 
     Attributes:
         own: of this rank's parameters their places in its bucket.
+        lacks_own: whether what is there is lost, with the memory or without.
 
     Args:
         members: the group's parameters in the plan's order.
@@ -86,10 +87,11 @@ class Buckets:
         self, members: Sequence[DedicatedParam], shard_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtype = dtype
+        self.lacks_own = False
         self.to_broadcast: list[tuple[int, Tensor]] = []
         self.to_publish: list[tuple[int, Tensor]] = []
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
-        self._kept: list[tuple[torch.UntypedStorage, int]] = []
+        self._own_storages: list[tuple[torch.UntypedStorage, int]] = []
         self.own: dict[DedicatedParam, Tensor] = {}
         self._copied: dict[DedicatedParam, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
         for layout in layouts_of(members, dtype):
@@ -103,7 +105,7 @@ class Buckets:
             storage = flat.untyped_storage()
             if layout.owner.shard == shard_rank:
                 self.to_publish.append((layout.owner.replicate, flat))
-                self._kept.append((storage, storage.nbytes()))
+                self._own_storages.append((storage, storage.nbytes()))
             else:
                 self._freed.append((storage, storage.nbytes()))
                 storage.resize_(0)
@@ -116,28 +118,21 @@ class Buckets:
         """Return the others' buckets to the allocator."""
         _empty(self._freed)
 
-    @property
-    def lacks_own(self) -> bool:
-        """Whether what this rank owns has no memory."""
-        return any(nbytes > storage.nbytes() for storage, nbytes in self._kept)
-
-    def allocate_own(self) -> None:
-        """Give what this rank owns memory, on the current stream; :meth:`restore` or a step is to fill it."""
-        _resize(self._kept)
-
     def release_own(self) -> None:
         """Return what this rank owns to the allocator. Not where other replicas publish into it."""
-        _empty(self._kept)
+        self.lacks_own = True
+        _empty(self._own_storages)
+
+    def allocate_own(self) -> None:
+        """Give what this rank owns memory, on the current stream; :meth:`restore` is to fill it."""
+        _resize(self._own_storages)
 
     def restore(self) -> None:
         """Cast every parameter of this rank once more. To autograd, which may have saved the views, nothing changes."""
         with preserving_versions(list(self.own.values())):
             copy_all(list(self.own.values()), [member.owned.local for member in self.own])
         self.note_copied(self.own)
-
-    def forget_copies(self) -> None:
-        """Count every parameter as stale."""
-        self._copied.clear()
+        self.lacks_own = False
 
     @property
     def stale(self) -> list[DedicatedParam]:

@@ -2,8 +2,9 @@
 
     RESTING ──gather──► GATHERING ──ready──► READY ──rest──► RESTING
 
-RESTING: the modules hold the at-rest Parameters, foreign buckets have no memory. GATHERING: a broadcast fills the
-buckets, the modules still hold the at-rest Parameters. READY: the modules hold views of the buckets.
+RESTING: the modules hold the at-rest Parameters; foreign buckets have no memory, and own ones have none where a
+backward is to come that casts them again. GATHERING: a broadcast fills the buckets, the modules still hold the at-rest
+Parameters. READY: the modules hold views of the buckets.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Group:
         all_reduce_grads: False reduces them within a replica and accumulates there.
         reshard_after_backward: False keeps the buckets until the step or the next change.
         unshard_in_backward: False skips the broadcast in backward, for modules whose backward reads no weight.
+        holds: which of the parameters' values the buckets have, or had before they were freed; equal on all ranks.
         divisor: what sums of gradients are divided by; None is the number of ranks.
     """
 
@@ -96,7 +98,9 @@ class Group:
         self._gathering = Ticket()
         self._publishing = Ticket()
         self._published: tuple[int, int] | None = None
-        self._freed_with: tuple[int, int] | None = None
+        self.holds: tuple[int, int] = (0, 0)
+        self._casts_again = False
+        self._shown_versions: list[int] = []
         self._kept: dict[DedicatedParam, Tensor] = {}
         self._partial: dict[DedicatedParam, tuple[Tensor, Tensor]] = {}
         self._unreduced = False
@@ -144,37 +148,52 @@ class Group:
         traffic = self.traffic
         with profiled(self._gather_range):
             buckets = self._buckets if again else None
-            if buckets is not None:
-                self._check_as_in_forward()
-            else:
+            if buckets is None:
                 buckets = self._current_buckets()
                 self._bring_up_to_date(buckets)
+                self.holds = self._writes
+            elif self._casts_again:
+                writes = self._writes
+                if writes == self.holds:  # else every rank has written, and will say so
+                    self._check_owner_alone(buckets)
+                self.holds = writes
+            self._casts_again = False
             lane = traffic.gather_lane
+            if buckets.lacks_own:
+                # Of the pool that activations have it from, and to be written when they are done with it.
+                buckets.allocate_own()
+                lane.follow_current()
             with lane.running(), self._naming("the weights"):
                 self._publishing.settle()
                 buckets.allocate()
                 if buckets.lacks_own:
-                    buckets.allocate_own()
                     buckets.restore()
                 works = broadcast_from_owners(buckets.to_broadcast, traffic.ranks.shard)
                 self._gathering = Ticket(lane.event(), works)
             traffic.broadcasts += 1
         self._move(GroupState.GATHERING)
 
-    def _check_as_in_forward(self) -> None:
-        """What this backward will compute with is cast anew: from what forward computed with."""
-        before, self._freed_with = self._freed_with, None
-        if before is not None and before != self._writes:
+    def check_holds(self, before: tuple[int, int]) -> None:
+        """Raise, on all ranks alike, unless the buckets have what they had ``before``: what a forward computed with."""
+        if self.holds != before:
             raise RuntimeError(
-                f"parameters of {self.name!r} were written between a forward and its backward, which frees them in "
-                f"between: write before the forward or after the backward, or keep them with "
-                f"reshard_after_forward=False"
+                f"parameters of {self.name!r} were written between a forward and its backward, which would compute "
+                f"with others than the forward did: write before the forward or after the backward"
+            )
+
+    def _check_owner_alone(self, buckets: Buckets) -> None:
+        stale = buckets.stale
+        if stale:
+            raise RuntimeError(
+                f"rank {self.traffic.rank}: {stale[0].fqn!r} was written on its owner alone (through .local) between a "
+                f"forward and its backward, which would compute with other values than the forward did: write before "
+                f"the forward or after the backward"
             )
 
     def _bring_up_to_date(self, buckets: Buckets) -> None:
         """Take over what was written outside of a step."""
         if self.traffic.ranks.replicate is None:
-            views, sources = self.copies()
+            views, sources = self._copies(buckets)
             if views:
                 copy_all(views, sources)
                 self.traffic.gather_lane.follow_current()
@@ -199,10 +218,12 @@ class Group:
 
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where owned parameters that changed go in the compute dtype, and what goes there."""
-        buckets = self._current_buckets()
+        return self._copies(self._current_buckets())
+
+    def _copies(self, buckets: Buckets) -> tuple[list[Tensor], list[Tensor]]:
         views, sources = buckets.copies()
         if views and buckets.lacks_own:
-            self._allocate_own(buckets)
+            buckets.allocate_own()
             buckets.restore()
         return views, sources
 
@@ -214,19 +235,9 @@ class Group:
         self.settle_publish()
         buckets = self._current_buckets()
         if buckets.lacks_own:
-            self._allocate_own(buckets)
-            buckets.forget_copies()
-        return buckets.own
-
-    def _allocate_own(self, buckets: Buckets) -> None:
-        """Memory for what this rank owns, ready to be written on the current stream.
-
-        It comes from the gather lane's pool, as it does in backward: the lane has the last use of it in order.
-        """
-        lane = self.traffic.gather_lane
-        with lane.running():
             buckets.allocate_own()
-        lane.precede_current()
+            buckets.restore()  # the step may leave some of them out
+        return buckets.own
 
     def note_copied(self, members: Sequence[DedicatedParam]) -> None:
         """Some of :meth:`places` were written."""
@@ -238,7 +249,7 @@ class Group:
         traffic = self.traffic
         buckets = self._current_buckets()
         self._publishing.settle()
-        copy_all(*self.copies())
+        copy_all(*self._copies(buckets))
         self._published = self._writes
         if traffic.ranks.replicate is None:
             traffic.gather_lane.follow_current()
@@ -264,6 +275,7 @@ class Group:
             self._move(GroupState.READY)
         if not again:
             self._follow_requires_grad()
+            self._shown_versions = self._view_versions()
         self.show_unsharded()
 
     def _follow_requires_grad(self) -> None:
@@ -286,8 +298,8 @@ class Group:
         """Free what other ranks own; the modules hold the at-rest Parameters again.
 
         Args:
-            until_backward: free the copy of what this rank owns as well, where its backward will gather again. Not in
-                HSDP: what another replica's owner published cannot be made here.
+            until_backward: a backward will gather again: free the copy of what this rank owns as well. Not in HSDP:
+                what another replica's owner published cannot be made here.
         """
         if self.state is GroupState.RESTING:
             return
@@ -299,10 +311,21 @@ class Group:
         # The memory goes back to the gather lane's pool, whose next use must come after the compute so far.
         self.traffic.gather_lane.follow_current()
         self._buckets.release()
-        if until_backward and self.unshard_in_backward and self.traffic.ranks.replicate is None:
+        if until_backward and self._can_cast_again:
             self._buckets.release_own()
-            self._freed_with = self._writes
+            self._casts_again = True
         self._move(GroupState.RESTING)
+
+    @property
+    def _can_cast_again(self) -> bool:
+        """Whether what is in the buckets of this rank is what its parameters are, cast."""
+        if not self.unshard_in_backward or self.traffic.ranks.replicate is not None:
+            return False
+        return self._view_versions() == self._shown_versions
+
+    def _view_versions(self) -> list[int]:
+        """Of what the modules hold while they compute, which some write to in forward, such as a norm of embeddings."""
+        return [member.unsharded._version for member in self.members if member.unsharded is not None]
 
     def _current_buckets(self) -> Buckets:
         for member in self.members:
@@ -447,7 +470,7 @@ class _Naming:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise RuntimeError(
                 f"rank {self.group.traffic.rank}, {self.what} of {self.group.name!r}: {error}; every rank must enter "
                 f"the same hook boundaries in the same order, in forward and in backward, and one seems to have "

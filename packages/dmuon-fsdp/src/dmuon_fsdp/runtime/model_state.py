@@ -50,9 +50,10 @@ class Pass:
         open_calls: module calls whose input gradient has not come; a call without one never closes.
         entered: its backward has begun.
         done: its backward is over.
+        weights: which values of the parameters it computes with.
     """
 
-    __slots__ = ("done", "entered", "group", "open_calls", "position")
+    __slots__ = ("done", "entered", "group", "open_calls", "position", "weights")
 
     def __init__(self, group: Conductor, position: int) -> None:
         self.group = group
@@ -60,6 +61,7 @@ class Pass:
         self.open_calls = 0
         self.entered = False
         self.done = False
+        self.weights = group.group.holds
 
 
 class Conductor:
@@ -109,6 +111,7 @@ class Conductor:
         self.state.prefetch_forward(self)
         if self._pass is None:
             return args, kwargs
+        self._pass.weights = self.group.holds
         self._pass.open_calls += 1
         return _watch_inputs(self._pass, args, kwargs)
 
@@ -144,7 +147,7 @@ class Conductor:
     def _end_pass(self) -> None:
         # Inside a backward (a reentrant checkpoint's forward) the weights are needed again at once.
         if self.group.frees_after_forward and not in_backward():
-            self.rest(until_backward=self._pass is not None)
+            self.rest()
         self._pass = None
 
     @property
@@ -183,6 +186,7 @@ class Conductor:
         self.state.expect_end_of_backward()
         if self.group.unshard_in_backward:
             self._make_ready(again=True)
+            self.group.check_holds(current.weights)
         self.state.prefetch_backward(current)
 
     def post_backward(self, current: Pass) -> None:
@@ -220,8 +224,8 @@ class Conductor:
         if isinstance(self.container, FSDPModule):
             self.container.unshard()
 
-    def rest(self, *, until_backward: bool = False) -> None:
-        self.group.rest(until_backward=until_backward)
+    def rest(self) -> None:
+        self.group.rest(until_backward=bool(self.open_passes) and self.group.frees_after_forward)
         if isinstance(self.container, FSDPModule):
             self.container.reshard()
 
@@ -371,6 +375,12 @@ class ModelState:
 
     def expect_end_of_backward(self) -> None:
         if not self._sweep_due:
+            if torch.is_grad_enabled():  # autograd's engine has it on in its hooks for this alone
+                raise NotImplementedError(
+                    "create_graph=True: the weights of dedicated parameters are freed when the backward ends, so that "
+                    "there are no second derivatives through them; take finite differences, or a model that is neither "
+                    "dedicated nor sharded"
+                )
             self._sweep_due = True
             at_end_of_backward(self.end_of_backward)
 

@@ -185,7 +185,7 @@ def test_a_forward_without_a_backward_forbids_no_writes(ranks):
 
 
 def run_steps_in_between():
-    """Of an optimizer that has nothing to do in any block."""
+    """Of an optimizer that has nothing to do in any block, and of one that has."""
     twins = Twins()
     twins.optimizers()
     twins.model.zero_grad()
@@ -194,10 +194,83 @@ def run_steps_in_between():
     loss.backward()
     twins.reference_backward()
     twins.check_gradients()
+    loss = next_token_loss(twins.model, twins.rank)
+    twins.optimizer.step()
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        loss.backward()
 
 
-def test_a_step_that_changes_nothing_between_forward_and_backward(ranks):
+def run_steps_in_between_elsewhere():
+    for options in ({"reshard_after_forward": False}, {"checkpoint": "non-reentrant"}, {"replicas": 2}):
+        twins = Twins(**options)
+        twins.optimizers()
+        next_token_loss(twins.model, twins.rank).backward()
+        loss = next_token_loss(twins.model, twins.rank)
+        twins.optimizer.step()
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            loss.backward()
+
+
+def test_a_step_between_forward_and_backward(ranks):
+    """One that changed the weights left the owner with autograd's error and the others waiting, or, with activation
+    checkpoints, all of them with gradients of neither."""
     ranks(2, run_steps_in_between)
+    ranks(2, run_steps_in_between_elsewhere)
+
+
+def run_moved_in_between():
+    twins = Twins()
+    loss = next_token_loss(twins.model, twins.rank)
+    twins.model.blocks.double()
+    twins.model.blocks.float()
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        loss.backward()
+
+
+def test_parameters_replaced_in_between_are_named_on_every_rank(ranks):
+    """Owners alone saw other tensors."""
+    ranks(2, run_moved_in_between)
+
+
+class Shorter(Toy):
+    """Leaves its last two blocks out where it is told to."""
+
+    def __init__(self):
+        super().__init__(depth=4)
+
+    def forward(self, tokens_BT, depth=4):
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks[:depth]:
+            x_BTD = block(x_BTD)
+        return self.lm_head(self.norm(x_BTD))
+
+
+def run_prefetch_in_vain():
+    twins = Twins(Shorter)
+    next_token_loss(twins.model, twins.rank)
+    for member in dmuon.owned_params(twins.model):
+        member.param.local.mul_(0.5)
+    next_token_loss(twins.model, twins.rank, depth=2).backward()
+
+
+def test_what_is_gathered_in_vain_accuses_nobody(ranks):
+    ranks(2, run_prefetch_in_vain)
+
+
+def run_swapped_weights():
+    """Averaged weights for an evaluation that leaves them resident, and back."""
+    twins = Twins(reshard_after_forward=False)
+    scale_up(twins.model, 0.5)
+    with torch.no_grad():
+        next_token_loss(twins.model, twins.rank)
+    scale_up_at_rest(twins, 2.0)
+    twins.backward()
+    twins.check_gradients()
+
+
+def test_weights_that_stay_gathered_follow_writes(ranks):
+    """The next training step was one of the averaged weights."""
+    ranks(2, run_swapped_weights)
 
 
 def run_second_derivatives():
@@ -210,7 +283,6 @@ def run_second_derivatives():
     ):
         with pytest.raises(NotImplementedError, match="create_graph=True: the weights of dedicated parameters"):
             differentiate(next_token_loss(twins.model, twins.rank))
-        dmuon.reset(twins.model)
     twins.model.zero_grad()
     twins.backward()
     twins.check_gradients()
@@ -222,22 +294,49 @@ def test_second_derivatives_are_refused(ranks):
 
 
 class Renormed(torch.nn.Module):
-    """Writes its weight in forward, as an embedding with ``max_norm`` does."""
+    """Writes its weight in forward, as an embedding with ``max_norm`` does, where it trains."""
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x_BTD):
-        with torch.no_grad():
-            self.weight.copy_(torch.renorm(self.weight, 2, 0, 1.0))
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(torch.renorm(self.weight, 2, 0, 1.0))
         return x_BTD @ self.weight.T
 
 
+class RenormedFirst(torch.nn.ModuleDict):
+    """Without a forward: its children are called one by one."""
+
+    def __init__(self):
+        super().__init__({"first": Renormed(), "second": torch.nn.Linear(WIDTH, WIDTH, bias=False)})
+
+
+class OfContainers(Toy):
+    def __init__(self):
+        super().__init__(RenormedFirst)
+
+    def forward(self, tokens_BT):
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = x_BTD + block["second"](torch.tanh(block["first"](x_BTD)))
+        return self.lm_head(self.norm(x_BTD))
+
+
 def run_a_write_to_the_view():
-    twins = Twins(lambda: Toy(Renormed))
-    twins.backward()
-    twins.check_gradients()
+    for make, evaluates in ((lambda: Toy(Renormed), False), (lambda: Toy(Renormed), True), (OfContainers, False)):
+        twins = Twins(make)
+        loss = next_token_loss(twins.model, twins.rank)
+        if evaluates:
+            twins.model.eval()
+            with torch.no_grad():
+                next_token_loss(twins.model, twins.rank)
+            twins.model.train()
+        loss.backward()
+        twins.reference_backward()
+        twins.check_gradients()
 
 
 def test_what_a_module_writes_to_its_weight_in_forward_is_there_in_backward(ranks):

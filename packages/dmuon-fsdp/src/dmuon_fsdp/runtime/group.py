@@ -97,10 +97,13 @@ class Group:
         self._reduced: tuple[tuple[DedicatedParam, ...], Packing] | None = None
         self._gathering = Ticket()
         self._publishing = Ticket()
-        self._published: tuple[int, int] | None = None
-        self.holds: tuple[int, int] = (0, 0)
+        self._published: tuple[int, int, int] | None = None
+        self.holds: tuple[int, int, int] = (0, 0, 0)
+        self._steps = 0
         self._casts_again = False
-        self._shown_versions: list[int] = []
+        self._written_alone: str | None = None
+        self._versions: list[int] = []
+        self._differs = False
         self._kept: dict[DedicatedParam, Tensor] = {}
         self._partial: dict[DedicatedParam, tuple[Tensor, Tensor]] = {}
         self._unreduced = False
@@ -152,11 +155,9 @@ class Group:
                 buckets = self._current_buckets()
                 self._bring_up_to_date(buckets)
                 self.holds = self._writes
+                self._versions = self._view_versions()
             elif self._casts_again:
-                writes = self._writes
-                if writes == self.holds:  # else every rank has written, and will say so
-                    self._check_owner_alone(buckets)
-                self.holds = writes
+                self._note_what_comes(buckets)
             self._casts_again = False
             lane = traffic.gather_lane
             if buckets.lacks_own:
@@ -173,22 +174,45 @@ class Group:
             traffic.broadcasts += 1
         self._move(GroupState.GATHERING)
 
-    def check_holds(self, before: tuple[int, int]) -> None:
-        """Raise, on all ranks alike, unless the buckets have what they had ``before``: what a forward computed with."""
+    def check_holds(self, before: tuple[int, int, int]) -> None:
+        """Raise unless the buckets have what they had ``before``: what a forward computed with.
+
+        On all ranks alike, but for what was written on an owner alone.
+        """
         if self.holds != before:
             raise RuntimeError(
                 f"parameters of {self.name!r} were written between a forward and its backward, which would compute "
-                f"with others than the forward did: write before the forward or after the backward"
+                f"with others than the forward did: write, or step, before the forward or after the backward"
+            )
+        if self._written_alone is not None:
+            raise RuntimeError(
+                f"rank {self.traffic.rank}: {self._written_alone!r} was written on its owner alone (through .local) "
+                f"between a forward and its backward, which would compute with other values than the forward did: "
+                f"write before the forward or after the backward"
             )
 
-    def _check_owner_alone(self, buckets: Buckets) -> None:
+    def _note_what_comes(self, buckets: Buckets) -> None:
+        """Of what is cast again, whether it is what was freed. A prefetch may be in vain: nothing is refused yet."""
+        for member in self.members:
+            member.note_local()
+        writes = self._writes
         stale = buckets.stale
-        if stale:
-            raise RuntimeError(
-                f"rank {self.traffic.rank}: {stale[0].fqn!r} was written on its owner alone (through .local) between a "
-                f"forward and its backward, which would compute with other values than the forward did: write before "
-                f"the forward or after the backward"
-            )
+        self._written_alone = stale[0].fqn if stale and writes == self.holds else None
+        self.holds = writes
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the parameters were written since the buckets were filled, which are still in use."""
+        return self.state is GroupState.READY and self.holds != self._writes
+
+    def note_step(self) -> None:
+        """An optimizer has stepped members; on all ranks that have the group, also those that own nothing of it."""
+        self._steps += 1
+
+    def note_filled(self) -> None:
+        """The buckets have what the parameters are."""
+        self.holds = self._writes
+        self._casts_again = False
 
     def _bring_up_to_date(self, buckets: Buckets) -> None:
         """Take over what was written outside of a step."""
@@ -207,9 +231,13 @@ class Group:
             )
 
     @property
-    def _writes(self) -> tuple[int, int]:
-        """Changes whenever the parameters are written or replaced on all ranks alike."""
-        return sum(member.owned.writes for member in self.members), sum(m.replacements for m in self.members)
+    def _writes(self) -> tuple[int, int, int]:
+        """Changes whenever the parameters are written, replaced or stepped on all ranks alike."""
+        return (
+            sum(member.owned.writes for member in self.members),
+            sum(member.replacements for member in self.members),
+            self._steps,
+        )
 
     @property
     def has_buckets(self) -> bool:
@@ -250,6 +278,7 @@ class Group:
         buckets = self._current_buckets()
         self._publishing.settle()
         copy_all(*self._copies(buckets))
+        self._versions = self._view_versions()
         self._published = self._writes
         if traffic.ranks.replicate is None:
             traffic.gather_lane.follow_current()
@@ -275,7 +304,6 @@ class Group:
             self._move(GroupState.READY)
         if not again:
             self._follow_requires_grad()
-            self._shown_versions = self._view_versions()
         self.show_unsharded()
 
     def _follow_requires_grad(self) -> None:
@@ -308,6 +336,7 @@ class Group:
                 self._gathering.settle()
         self.show_resting()
         assert self._buckets is not None, "a group that gathered has buckets"
+        self._differs = self._differs or self._view_versions() != self._versions
         # The memory goes back to the gather lane's pool, whose next use must come after the compute so far.
         self.traffic.gather_lane.follow_current()
         self._buckets.release()
@@ -319,9 +348,7 @@ class Group:
     @property
     def _can_cast_again(self) -> bool:
         """Whether what is in the buckets of this rank is what its parameters are, cast."""
-        if not self.unshard_in_backward or self.traffic.ranks.replicate is not None:
-            return False
-        return self._view_versions() == self._shown_versions
+        return self.unshard_in_backward and self.traffic.ranks.replicate is None and not self._differs
 
     def _view_versions(self) -> list[int]:
         """Of what the modules hold while they compute, which some write to in forward, such as a norm of embeddings."""

@@ -137,6 +137,8 @@ class Conductor:
         if self._running:
             raise NotCleanError
         self.state.check_clean()
+        if not self.open_passes and self.group.outdated:  # by an evaluation, after which weights were put back
+            self.rest()
         self._to_run = set(self.modules)
         self._pass = None
         # A frozen group too: the gradient of its input needs its weights.
@@ -179,11 +181,11 @@ class Conductor:
     def pre_backward(self, current: Pass) -> None:
         if current.entered:
             return
+        self.state.expect_end_of_backward()
         current.entered = True
         current.done = False  # a second backward through the same forward opens it again
         self.open_passes.add(current)
         self.backward_passes += 1
-        self.state.expect_end_of_backward()
         if self.group.unshard_in_backward:
             self._make_ready(again=True)
             self.group.check_holds(current.weights)
@@ -315,18 +317,23 @@ class ModelState:
             placed: what the step left in its place in the compute dtype. Noted not before the whole step is over: after
                 an exception in the middle everything that was written counts as stale.
         """
-        for group in self.groups:
-            if group.has_buckets:
-                group.note_copied([member for member in group.members if member in placed])
+        groups = [group for group in self.groups if group.has_buckets]
         views: list[Tensor] = []
         sources: list[Tensor] = []
-        for group in self.groups:
-            if group.has_buckets and group.traffic.ranks.replicate is None:
+        for group in groups:
+            group.note_copied([member for member in group.members if member in placed])
+            stepped = any(member.param.grad is not None for member in group.members)
+            if stepped:
+                group.note_step()
+            if group.traffic.ranks.replicate is None:
                 into, new = group.copies()
                 views += into
                 sources += new
-            elif group.has_buckets and any(member.param.grad is not None for member in group.members):
+            elif stepped:
                 group.publish()
+            else:
+                continue
+            group.note_filled()
         if views:
             copy_all(views, sources)
         for traffic in self.traffics:

@@ -198,6 +198,9 @@ def run_steps_in_between():
     twins.optimizer.step()
     with pytest.raises(RuntimeError, match=WRITTEN):
         loss.backward()
+    dmuon.reset(twins.model)
+    next_token_loss(twins.model, twins.rank)
+    assert own_bytes(twins.model)[0] == 0, "what the step wrote is nothing that a module wrote"
 
 
 def run_steps_in_between_elsewhere():

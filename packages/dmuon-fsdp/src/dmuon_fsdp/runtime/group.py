@@ -154,11 +154,10 @@ class Group:
             if buckets is None:
                 buckets = self._current_buckets()
                 self._bring_up_to_date(buckets)
-                self.holds = self._writes
-                self._versions = self._view_versions()
+                self.note_filled()
             elif self._casts_again:
                 self._note_what_comes(buckets)
-            self._casts_again = False
+                self._casts_again = False
             lane = traffic.gather_lane
             if buckets.lacks_own:
                 # Of the pool that activations have it from, and to be written when they are done with it.
@@ -212,6 +211,7 @@ class Group:
     def note_filled(self) -> None:
         """The buckets have what the parameters are."""
         self.holds = self._writes
+        self._versions = self._view_versions()
         self._casts_again = False
 
     def _bring_up_to_date(self, buckets: Buckets) -> None:

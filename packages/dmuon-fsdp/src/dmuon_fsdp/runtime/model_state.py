@@ -317,10 +317,12 @@ class ModelState:
             placed: what the step left in its place in the compute dtype. Noted not before the whole step is over: after
                 an exception in the middle everything that was written counts as stale.
         """
-        groups = [group for group in self.groups if group.has_buckets]
+        filled: list[Group] = []
         views: list[Tensor] = []
         sources: list[Tensor] = []
-        for group in groups:
+        for group in self.groups:
+            if not group.has_buckets:
+                continue
             group.note_copied([member for member in group.members if member in placed])
             stepped = any(member.param.grad is not None for member in group.members)
             if stepped:
@@ -333,9 +335,11 @@ class ModelState:
                 group.publish()
             else:
                 continue
-            group.note_filled()
+            filled.append(group)
         if views:
             copy_all(views, sources)
+        for group in filled:
+            group.note_filled()
         for traffic in self.traffics:
             traffic.gather_lane.follow_current()
 

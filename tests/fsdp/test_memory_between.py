@@ -221,17 +221,26 @@ def test_a_step_between_forward_and_backward(ranks):
     ranks(2, run_steps_in_between_elsewhere)
 
 
+def move(block):
+    block.double()
+    block.float()
+
+
+def assign(block):
+    block.up.load_state_dict({"weight": block.up.weight.full_tensor() * 0.5}, assign=True)
+
+
 def run_moved_in_between():
-    twins = Twins()
-    loss = next_token_loss(twins.model, twins.rank)
-    twins.model.blocks.double()
-    twins.model.blocks.float()
-    with pytest.raises(RuntimeError, match=WRITTEN):
-        loss.backward()
+    for replace in (move, assign):
+        twins = Twins()
+        loss = next_token_loss(twins.model, twins.rank)
+        replace(twins.model.blocks[1])
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            loss.backward()
 
 
 def test_parameters_replaced_in_between_are_named_on_every_rank(ranks):
-    """Owners alone saw other tensors."""
+    """Owners alone saw other tensors, and nobody those that were assigned."""
     ranks(2, run_moved_in_between)
 
 

@@ -193,7 +193,7 @@ class Group:
     def _note_what_comes(self, buckets: Buckets) -> None:
         """Of what is cast again, whether it is what was freed. A prefetch may be in vain: nothing is refused yet."""
         for member in self.members:
-            member.note_local()
+            member.adopt_replacement()
         writes = self._writes
         stale = buckets.stale
         self._written_alone = stale[0].fqn if stale and writes == self.holds else None

@@ -89,17 +89,17 @@ class DedicatedParam:
         """Take over what ``load_state_dict(assign=True)``, ``to`` or ``to_empty`` put in our place; whether it did."""
         found = self.shown()
         if found is self.param or found is self.unsharded:
-            return self.note_local()
+            return self._note_local()
         if isinstance(found, OwnedTensor) and found.home == self.owned.home:
             self.param = cast(nn.Parameter, found)
         else:
             adopted = self.owned.adopt(found)
             self.param = nn.Parameter(adopted, requires_grad=found.requires_grad)
-        self.note_local()
+        self._note_local()
         self.show(self.param)
         return True
 
-    def note_local(self) -> bool:
+    def _note_local(self) -> bool:
         """Whether its tensor is another than before: ``module.to`` exchanges what is inside the Parameter."""
         if self._local is not None and self._local() is self.owned.local:
             return False

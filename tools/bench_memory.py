@@ -25,10 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_models import MODELS, TINY
-from bench_step import OURS, build, describe, release
-from peer_optimizers import PEERS
-from step_times import Trained, forward_backward, optimize, synchronize, train_step
+from bench_step import build, completed, describe, micro_batches, parser_of, release
+from step_times import Trained, allocated, forward_backward, optimize, synchronize, train_step
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -79,8 +77,8 @@ def say_the_same(answers: list[Any], value: Any, group: Any = None) -> None:
 def measure(variant: str, ranks: int, options: argparse.Namespace) -> Row:
     row = Row(ranks, variant)
     mesh = init_device_mesh(options.device, (1, ranks), mesh_dim_names=("replicate", "shard"))
-    batches = micro_batches(options)
-    before = allocated(options.device)
+    batches = micro_batches(options.tokens, options.device, options)
+    before = allocated()
     try:
         trained = build(variant, options.sizes, mesh)
         fill(trained, row, before, batches, options)
@@ -100,12 +98,12 @@ def fill(trained: Trained, row: Row, before: float, batches: Sequence[Tensor], o
     del values
     if options.cpu:
         return
-    row.rest = allocated(options.device) - before
+    row.rest = allocated() - before
     torch.cuda.reset_peak_memory_stats()
     if options.top:
         torch.cuda.memory._record_memory_history(max_entries=10**6)
     loss = trained.model(batches[0])
-    row.after_forward = allocated(options.device) - before
+    row.after_forward = allocated() - before
     loss.backward()
     del loss
     for ids_BT in batches[1:]:
@@ -118,18 +116,6 @@ def fill(trained: Trained, row: Row, before: float, batches: Sequence[Tensor], o
     optimize(trained)
     row.optimizer_peak = torch.cuda.max_memory_allocated() / GIB - before
     row.reserved = torch.cuda.max_memory_reserved() / GIB
-
-
-def micro_batches(options: argparse.Namespace) -> list[Tensor]:
-    """[sequences, sequence] each, at most 8,192 tokens."""
-    micro, sequence = (
-        (options.sizes.sequence, options.sizes.sequence) if options.cpu else (8192, options.sizes.sequence)
-    )
-    shape = micro // sequence, sequence
-    return [
-        torch.randint(options.sizes.vocabulary, shape, device=options.device)
-        for _ in range(1 if options.cpu else max(1, options.tokens // micro))
-    ]
 
 
 def local_values(trained: Trained) -> list[Tensor]:
@@ -168,13 +154,6 @@ def lines_of(event: dict[str, Any]) -> list[str]:
     return [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames[:2]]
 
 
-def allocated(device: str) -> float:
-    if device != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() / GIB
-
-
 def table(rows: Sequence[Row]) -> str:
     titles = "ranks", "variant", "at rest", "after forward", "peak", "of it forward + backward", "optimizer", "reserved"
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -190,22 +169,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="dense-1b")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of this rank in a step")
-    parser.add_argument("--variants", nargs="+", choices=[*OURS, *PEERS], default=list(OURS))
-    parser.add_argument("--peers", action="store_true", help="other Muons too")
     parser.add_argument("--top", type=int, default=0, help="list so many of the largest allocations")
-    parser.add_argument("--out", type=Path, help="everything as JSON")
-    parser.add_argument("--markdown", type=Path, help="what is printed last")
-    parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU")
-    options = parser.parse_args(arguments)
-    options.device = "cpu" if options.cpu else "cuda"
-    options.sizes = (TINY if options.cpu else MODELS)[options.model]
-    if options.peers:
-        options.variants = [*options.variants, *(name for name in PEERS if name not in options.variants)]
-    return options
+    return completed(parser.parse_args(arguments))
 
 
 def main() -> None:

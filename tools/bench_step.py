@@ -335,28 +335,37 @@ def write(results: dict[int, Results], options: argparse.Namespace) -> str:
     return text
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """With the options that every benchmark of training steps has; :func:`completed` reads them."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="dense-1b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens a GPU and step")
     parser.add_argument("--micro-batch", type=int, default=8192, help="tokens a GPU and micro-batch")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="HSDP: replicas; 1 is one mesh")
     parser.add_argument("--variants", nargs="+", choices=[*OURS, *PEERS], default=list(OURS))
     parser.add_argument("--peers", action="store_true", help="other Muons too")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=15, help="timed micro-batches, of at least three steps")
-    parser.add_argument("--peer-steps", type=int, default=6, help="the same of other Muons")
-    parser.add_argument("--profile", action="store_true", help="kernels of one optimizer step of DMuon")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="a trace of one step of every variant")
     parser.add_argument("--out", type=Path, help="everything as JSON")
     parser.add_argument("--markdown", type=Path, help="what is printed last")
     parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def completed(options: argparse.Namespace) -> argparse.Namespace:
     options.device = "cpu" if options.cpu else "cuda"
     options.sizes = (TINY if options.cpu else MODELS)[options.model]
     if options.peers:
         options.variants = [*options.variants, *(name for name in PEERS if name not in options.variants)]
     return options
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens a GPU and step")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="HSDP: replicas; 1 is one mesh")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15, help="timed micro-batches, of at least three steps")
+    parser.add_argument("--peer-steps", type=int, default=6, help="the same of other Muons")
+    parser.add_argument("--profile", action="store_true", help="kernels of one optimizer step of DMuon")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="a trace of one step of every variant")
+    return completed(parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace, turns: Turns) -> dict[int, Results]:

@@ -20,7 +20,21 @@ def test_every_variant_runs_among_ranks_that_are_not_there(tmp_path):
     out, page = tmp_path / "r.json", tmp_path / "r.md"
     files = ["--out", str(out), "--markdown", str(page)]
     variants = ["fsdp2", "dmuon-z3-norms", "dmuon-z2", "torch-muon"]
-    command = [sys.executable, str(TOOL), "--cpu", "--ranks", "2", "5", "--variants", *variants, *files]
+    command = [
+        sys.executable,
+        str(TOOL),
+        "--cpu",
+        "--tokens",
+        "64",
+        "--micro-batch",
+        "32",
+        "--ranks",
+        "2",
+        "5",
+        "--variants",
+        *variants,
+        *files,
+    ]
     subprocess.run(command, check=True, timeout=120)
     rows = json.loads(out.read_text())
     assert [(row["ranks"], row["variant"]) for row in rows] == [(ranks, name) for ranks in (2, 5) for name in variants]

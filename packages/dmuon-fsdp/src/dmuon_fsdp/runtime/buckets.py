@@ -124,11 +124,17 @@ class Buckets:
         _empty(self._own_storages)
 
     def allocate_own(self) -> None:
-        """Give what this rank owns memory, on the current stream; :meth:`restore` is to fill it."""
+        """Give what this rank owns memory, on the current stream; :meth:`restore_own` is to fill it."""
         _resize(self._own_storages)
 
-    def restore(self) -> None:
-        """Cast every parameter of this rank once more. To autograd, which may have saved the views, nothing changes."""
+    def restore_own(self) -> None:
+        """Where it is lost, cast every parameter of this rank once more, on the current stream.
+
+        To autograd, which may have saved the views, nothing changes.
+        """
+        if not self.lacks_own:
+            return
+        self.allocate_own()
         with preserving_versions(list(self.own.values())):
             copy_all(list(self.own.values()), [member.owned.local for member in self.own])
         self.note_copied(self.own)
@@ -158,7 +164,8 @@ class Buckets:
 
 def _resize(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:
     for storage, nbytes in storages:
-        storage.resize_(nbytes)
+        if storage.nbytes() < nbytes:
+            storage.resize_(nbytes)
 
 
 def _empty(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:

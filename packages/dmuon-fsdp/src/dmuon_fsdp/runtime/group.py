@@ -22,6 +22,7 @@ from dmuon_fsdp.comm.collectives import broadcast_from_owners, reduce_to_owners
 from dmuon_fsdp.comm.streams import Ticket
 from dmuon_fsdp.compat import copy_all, is_alone, profiled, run_post_accumulate_hooks
 from dmuon_fsdp.runtime.buckets import Buckets
+from dmuon_fsdp.runtime.holding import Holding, Values
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 from dmuon_fsdp.runtime.reduction import Outgoing, Packing
 
@@ -73,7 +74,7 @@ class Group:
         all_reduce_grads: False reduces them within a replica and accumulates there.
         reshard_after_backward: False keeps the buckets until the step or the next change.
         unshard_in_backward: False skips the broadcast in backward, for modules whose backward reads no weight.
-        holds: which of the parameters' values the buckets have, or had before they were freed; equal on all ranks.
+        holding: which of the parameters' values the buckets have.
         divisor: what sums of gradients are divided by; None is the number of ranks.
     """
 
@@ -97,13 +98,8 @@ class Group:
         self._reduced: tuple[tuple[DedicatedParam, ...], Packing] | None = None
         self._gathering = Ticket()
         self._publishing = Ticket()
-        self._published: tuple[int, int, int] | None = None
-        self.holds: tuple[int, int, int] = (0, 0, 0)
-        self._steps = 0
-        self._casts_again = False
-        self._written_alone: str | None = None
-        self._versions: list[int] = []
-        self._differs = False
+        self._published: Values | None = None
+        self.holding = Holding(name, self.members)
         self._kept: dict[DedicatedParam, Tensor] = {}
         self._partial: dict[DedicatedParam, tuple[Tensor, Tensor]] = {}
         self._unreduced = False
@@ -154,10 +150,11 @@ class Group:
             if buckets is None:
                 buckets = self._current_buckets()
                 self._bring_up_to_date(buckets)
-                self.note_filled()
-            elif self._casts_again:
-                self._note_what_comes(buckets)
-                self._casts_again = False
+                self.holding.note_filled()
+            elif self.holding.casts_again:
+                for member in self.members:
+                    member.adopt_replacement()
+                self.holding.note_cast_again(buckets.stale)
             lane = traffic.gather_lane
             if buckets.lacks_own:
                 # Of the pool that activations have it from, and to be written when they are done with it.
@@ -166,53 +163,16 @@ class Group:
             with lane.running(), self._naming("the weights"):
                 self._publishing.settle()
                 buckets.allocate()
-                if buckets.lacks_own:
-                    buckets.restore()
+                buckets.restore_own()
                 works = broadcast_from_owners(buckets.to_broadcast, traffic.ranks.shard)
                 self._gathering = Ticket(lane.event(), works)
             traffic.broadcasts += 1
         self._move(GroupState.GATHERING)
 
-    def check_holds(self, before: tuple[int, int, int]) -> None:
-        """Raise unless the buckets have what they had ``before``: what a forward computed with.
-
-        On all ranks alike, but for what was written on an owner alone.
-        """
-        if self.holds != before:
-            raise RuntimeError(
-                f"parameters of {self.name!r} were written between a forward and its backward, which would compute "
-                f"with others than the forward did: write, or step, before the forward or after the backward"
-            )
-        if self._written_alone is not None:
-            raise RuntimeError(
-                f"rank {self.traffic.rank}: {self._written_alone!r} was written on its owner alone (through .local) "
-                f"between a forward and its backward, which would compute with other values than the forward did: "
-                f"write before the forward or after the backward"
-            )
-
-    def _note_what_comes(self, buckets: Buckets) -> None:
-        """Of what is cast again, whether it is what was freed. A prefetch may be in vain: nothing is refused yet."""
-        for member in self.members:
-            member.adopt_replacement()
-        writes = self._writes
-        stale = buckets.stale
-        self._written_alone = stale[0].fqn if stale and writes == self.holds else None
-        self.holds = writes
-
     @property
     def outdated(self) -> bool:
         """Whether the parameters were written since the buckets were filled, which are still in use."""
-        return self.state is GroupState.READY and self.holds != self._writes
-
-    def note_step(self) -> None:
-        """An optimizer has stepped members; on all ranks that have the group, also those that own nothing of it."""
-        self._steps += 1
-
-    def note_filled(self) -> None:
-        """The buckets have what the parameters are."""
-        self.holds = self._writes
-        self._versions = self._view_versions()
-        self._casts_again = False
+        return self.state is GroupState.READY and self.holding.values != self.holding.newest
 
     def _bring_up_to_date(self, buckets: Buckets) -> None:
         """Take over what was written outside of a step."""
@@ -221,7 +181,7 @@ class Group:
             if views:
                 copy_all(views, sources)
                 self.traffic.gather_lane.follow_current()
-        elif self._published != self._writes:
+        elif self._published != self.holding.newest:
             self.publish()
         elif buckets.stale:
             raise RuntimeError(
@@ -229,15 +189,6 @@ class Group:
                 f".local, or by a checkpoint loaded in place), which its replicas cannot see: call "
                 f"dmuon.publish(model) on all ranks after such writes"
             )
-
-    @property
-    def _writes(self) -> tuple[int, int, int]:
-        """Changes whenever the parameters are written, replaced or stepped on all ranks alike."""
-        return (
-            sum(member.owned.writes for member in self.members),
-            sum(member.replacements for member in self.members),
-            self._steps,
-        )
 
     @property
     def has_buckets(self) -> bool:
@@ -250,9 +201,8 @@ class Group:
 
     def _copies(self, buckets: Buckets) -> tuple[list[Tensor], list[Tensor]]:
         views, sources = buckets.copies()
-        if views and buckets.lacks_own:
-            buckets.allocate_own()
-            buckets.restore()
+        if views:
+            buckets.restore_own()
         return views, sources
 
     def places(self) -> dict[DedicatedParam, Tensor]:
@@ -262,9 +212,7 @@ class Group:
         """
         self.settle_publish()
         buckets = self._current_buckets()
-        if buckets.lacks_own:
-            buckets.allocate_own()
-            buckets.restore()  # the step may leave some of them out
+        buckets.restore_own()  # the step may leave some of them out
         return buckets.own
 
     def note_copied(self, members: Sequence[DedicatedParam]) -> None:
@@ -278,8 +226,8 @@ class Group:
         buckets = self._current_buckets()
         self._publishing.settle()
         copy_all(*self._copies(buckets))
-        self._versions = self._view_versions()
-        self._published = self._writes
+        self.holding.note_own_writes()
+        self._published = self.holding.newest
         if traffic.ranks.replicate is None:
             traffic.gather_lane.follow_current()
             return
@@ -336,23 +284,19 @@ class Group:
                 self._gathering.settle()
         self.show_resting()
         assert self._buckets is not None, "a group that gathered has buckets"
-        self._differs = self._differs or self._view_versions() != self._versions
+        self.holding.note_modules_writes()
         # The memory goes back to the gather lane's pool, whose next use must come after the compute so far.
         self.traffic.gather_lane.follow_current()
         self._buckets.release()
         if until_backward and self._can_cast_again:
             self._buckets.release_own()
-            self._casts_again = True
+            self.holding.casts_again = True
         self._move(GroupState.RESTING)
 
     @property
     def _can_cast_again(self) -> bool:
         """Whether what is in the buckets of this rank is what its parameters are, cast."""
-        return self.unshard_in_backward and self.traffic.ranks.replicate is None and not self._differs
-
-    def _view_versions(self) -> list[int]:
-        """Of what the modules hold while they compute, which some write to in forward, such as a norm of embeddings."""
-        return [member.unsharded._version for member in self.members if member.unsharded is not None]
+        return self.unshard_in_backward and self.traffic.ranks.replicate is None and not self.holding.differs
 
     def _current_buckets(self) -> Buckets:
         for member in self.members:

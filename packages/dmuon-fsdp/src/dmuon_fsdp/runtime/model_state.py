@@ -61,7 +61,7 @@ class Pass:
         self.open_calls = 0
         self.entered = False
         self.done = False
-        self.weights = group.group.holds
+        self.weights = group.group.holding.values
 
 
 class Conductor:
@@ -111,7 +111,7 @@ class Conductor:
         self.state.prefetch_forward(self)
         if self._pass is None:
             return args, kwargs
-        self._pass.weights = self.group.holds
+        self._pass.weights = self.group.holding.values
         self._pass.open_calls += 1
         return _watch_inputs(self._pass, args, kwargs)
 
@@ -188,7 +188,7 @@ class Conductor:
         self.backward_passes += 1
         if self.group.unshard_in_backward:
             self._make_ready(again=True)
-            self.group.check_holds(current.weights)
+            self.group.holding.check(current.weights, self.group.traffic.rank)
         self.state.prefetch_backward(current)
 
     def post_backward(self, current: Pass) -> None:
@@ -326,7 +326,7 @@ class ModelState:
             group.note_copied([member for member in group.members if member in placed])
             stepped = any(member.param.grad is not None for member in group.members)
             if stepped:
-                group.note_step()
+                group.holding.note_step()
             if group.traffic.ranks.replicate is None:
                 into, new = group.copies()
                 views += into
@@ -339,7 +339,7 @@ class ModelState:
         if views:
             copy_all(views, sources)
         for group in filled:
-            group.note_filled()
+            group.holding.note_filled()
         for traffic in self.traffics:
             traffic.gather_lane.follow_current()
 

@@ -349,6 +349,9 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
+    """With the device, the sizes of the model, and the peers among the variants."""
+    if not options.cpu and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here; --cpu tries it all with tiny models")
     options.device = "cpu" if options.cpu else "cuda"
     options.sizes = (TINY if options.cpu else MODELS)[options.model]
     if options.peers:

@@ -64,6 +64,12 @@ def test_the_peak_is_made_of_what_is_alive_then():
     assert [(where, size * 1024) for where, size in top] == [("model.py:3 forward", 50), ("model.py:7 forward", 40)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do():
+    with pytest.raises(SystemExit, match="no GPU here; --cpu"):
+        bench_memory.parse([])
+
+
 class Idle(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {})

@@ -136,9 +136,7 @@ def at_peak(events: Sequence[dict[str, Any]], count: int) -> list[tuple[str, flo
         elif event["action"] in ("free_requested", "free_completed") and event["addr"] in alive:
             now -= alive.pop(event["addr"])["size"]
         if now > highest:
-            highest, at_highest = now, []
-        if now == highest and not at_highest:
-            at_highest = list(alive.values())
+            highest, at_highest = now, list(alive.values())
     sizes: Counter[str] = Counter()
     for event in at_highest:
         sizes[" < ".join(lines_of(event)) or "elsewhere"] += event["size"]

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Every kernel of dmuon-kernels once on small odd shapes, for a memory checker to watch.
+r"""Every kernel of dmuon-kernels once on small odd shapes, for a memory checker to watch.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python tools/check_memory.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+        python tools/check_memory.py
 
 Without torch's cache every tensor is an allocation of its own, exactly as long as it is: what reads or writes beyond
 one is found. Prints what was launched and compares it with fp32; exits with 1 where a result is wrong or nothing ran.

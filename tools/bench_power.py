@@ -1,20 +1,23 @@
 """What the device's power limit costs forward and backward: the same ones, with and without work behind them.
 
-    torchrun --nproc_per_node=2 tools/bench_power.py [--model dense-1b] [--variants fsdp2 dmuon-z2] [--rounds 2]
-        [--steps 40] [--out r.json] [--markdown r.md] [--cpu]
+    torchrun --nproc_per_node=2 tools/bench_power.py [--model dense-1b] [--variants fsdp2 dmuon-z2] [--tokens 8192]
+        [--pause 20] [--rounds 3] [--steps 40] [--out r.json] [--markdown r.md] [--cpu]
 
 A device at its power limit lowers its clock, and how far depends on all that a step does: an optimizer of matrix
-products slows down the next forward, one that waits speeds it up. Every variant of bench_step.py runs as it is, then
-with the device left alone behind its optimizer, then with the device left alone in the optimizer's place, each until
-the end of the step is ``--pause`` ms long. Variants take turns; medians of steps, then of rounds, on the rank where
-they are highest; clock and power are means of what ``nvidia-smi`` says of rank 0's GPU every 20 ms. ``--cpu`` tries it
-all with tiny models, with no pause and no clock.
+products slows down the next forward, one that waits speeds it up. A variant of bench_step.py runs as it is, then with
+the device left alone for ``--pause`` ms behind its optimizer, then for as long in the optimizer's place; every round
+begins with another of the three. Medians of the later half of the steps, then of rounds, on the rank where they are
+highest; clock and power are means of what ``nvidia-smi`` says of rank 0's GPU over that time, whole steps. ``--cpu``
+tries it all with tiny models, with no pause and no clock.
+
+Correctness first: variants begin with the same loss, it stays finite, and an optimizer moves every matrix.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -22,13 +25,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from bench_step import build, completed, micro_batches, parser_of, release, say
-from step_times import Figures, Trained, elapsed_ms, forward_backward, highest, moment, optimize, synchronize
+from bench_step import OURS, build, completed, environment, lengths, micro_batches, parser_of, release, say
+from step_times import Figures, Marks, Trained, elapsed_ms, forward_backward, highest, moment, optimize, synchronize
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 ENDS = ("its optimizer", "its optimizer, then idle", "idle instead")
 """What follows forward and backward."""
@@ -57,7 +61,21 @@ class Meter:
         if gpu is not None and shutil.which("nvidia-smi"):
             command = ["nvidia-smi", f"--id={gpu}", *self.QUERY]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, args=[self._process.stdout], daemon=True).start()
+            self._thread = threading.Thread(target=self._read, args=[self._process.stdout], daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._thread.join()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
 
     def _read(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -74,11 +92,6 @@ class Meter:
             return {}
         return {"clock_mhz": statistics.mean(s[1] for s in then), "power_w": statistics.mean(s[2] for s in then)}
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
 
 def gpu_of(device: torch.device) -> str | None:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
@@ -90,52 +103,95 @@ def idle(device: torch.device, milliseconds: float) -> None:
         torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
 
 
-def end_step(trained: Trained, end: str, device: torch.device, pause: float, optimizer_ms: float) -> None:
+def train_step(trained: Trained, batches: Sequence[Tensor], end: str, pause: float) -> tuple[Tensor, Marks]:
+    device = batches[0].device
+    begin = moment(device)
+    loss = forward_backward(trained, batches)
+    middle = moment(device)
     if end == "idle instead":
-        idle(device, pause)
         for optimizer in trained.optimizers:
             optimizer.zero_grad()
-        return
-    optimize(trained)
-    if end == "its optimizer, then idle":
-        idle(device, max(pause - optimizer_ms, 0.0))
+    else:
+        optimize(trained)
+    if end != "its optimizer":
+        idle(device, pause)
+    return loss, Marks(begin, middle, moment(device))
 
 
-def measure(variant: str, options: argparse.Namespace, batches: Sequence[Tensor], meter: Meter) -> list[Figures]:
-    """One row for each of :data:`ENDS`, all of one model."""
+def measure(
+    variant: str, ends: Sequence[str], mesh: DeviceMesh, batches: Sequence[Tensor], meter: Meter, options
+) -> tuple[float, dict[str, Figures]]:
+    """The first loss, and a row for each of ``ends``, all of one model."""
     release()
-    device = batches[0].device
-    mesh = init_device_mesh(options.device, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     trained = build(variant, options.sizes, mesh)
-    rows: list[Figures] = []
-    for end in ENDS:
-        optimizer_ms = rows[0]["end_ms"] if rows else 0.0
-        marks = []
-        for step in range(WARM_UP + options.steps):
-            if step == WARM_UP:
-                synchronize(device)
-                dist.barrier()
-                begin = time.perf_counter()
-            first = moment(device)
-            forward_backward(trained, batches)
-            middle = moment(device)
-            end_step(trained, end, device, options.pause, optimizer_ms)
-            marks.append((first, middle, moment(device)))
-        synchronize(device)
-        end_of_row = time.perf_counter()
-        clock = meter.between((begin + end_of_row) / 2, end_of_row)  # which settles in the first half
-        timed = marks[WARM_UP:]
-        row = {
-            "forward_backward_ms": statistics.median(elapsed_ms(a, b) for a, b, _ in timed),
-            "end_ms": statistics.median(elapsed_ms(b, c) for _, b, c in timed),
-        }
-        rows.append({**highest(row, device), **clock})
-    return rows
+    first_loss = math.nan
+    rows = {}
+    for end in ends:
+        before = lengths(trained.model)
+        for _ in range(WARM_UP):
+            loss, _ = train_step(trained, batches, end, options.pause)
+            first_loss = float(loss) if math.isnan(first_loss) else first_loss
+        rows[end] = timed(trained, batches, end, meter, options)
+        still = int((lengths(trained.model) == before).sum())
+        wanted = len(before) if end == "idle instead" else 0
+        if still != wanted:
+            raise AssertionError(f"{variant}, {end}: {still} of {len(before)} matrices are as they were, not {wanted}")
+    return first_loss, rows
 
 
-def table(rows: dict[tuple[str, str], Figures]) -> str:
+def timed(trained: Trained, batches: Sequence[Tensor], end: str, meter: Meter, options: argparse.Namespace) -> Figures:
+    device = batches[0].device
+    half = (options.steps + 1) // 2
+    synchronize(device)
+    dist.barrier()
+    for _ in range(options.steps - half):
+        train_step(trained, batches, end, options.pause)
+    synchronize(device)
+    begin = time.perf_counter()
+    run = [train_step(trained, batches, end, options.pause) for _ in range(half)]
+    synchronize(device)
+    clock = meter.between(begin, time.perf_counter())
+    if not math.isfinite(float(run[-1][0])):
+        raise AssertionError(f"after the timed steps the loss is {float(run[-1][0])}")
+    marks = [each for _, each in run]
+    times = {
+        "forward_backward_ms": statistics.median(elapsed_ms(each.begin, each.middle) for each in marks),
+        "end_ms": statistics.median(elapsed_ms(each.middle, each.end) for each in marks),
+    }
+    return {**highest(times, device), **clock}
+
+
+def run(options: argparse.Namespace) -> dict[tuple[str, str], Figures]:
+    """Medians over the rounds, of rank 0 with clock and power. Needs an initialised process group."""
+    device = torch.device(options.device)
+    mesh = init_device_mesh(options.device, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    batches = micro_batches(options.tokens, options.device, options)
+    rounds: dict[tuple[str, str], list[Figures]] = {(v, end): [] for v in options.variants for end in ENDS}
+    wanted = None
+    with Meter(gpu_of(device) if dist.get_rank() == 0 else None) as meter:
+        for number in range(options.rounds):
+            first = number % len(ENDS)
+            for variant in options.variants:
+                loss, rows = measure(variant, [*ENDS[first:], *ENDS[:first]], mesh, batches, meter, options)
+                wanted = loss if wanted is None else wanted
+                if not abs(loss - wanted) <= 1e-2:
+                    raise AssertionError(f"{variant} begins with the loss {loss}, not with {wanted} as the first")
+                for end, row in rows.items():
+                    rounds[variant, end].append(row)
+    release()
+    return {key: median_of(rows) for key, rows in rounds.items()}
+
+
+def median_of(rows: Sequence[Figures]) -> Figures:
+    """Of every figure over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
+
+
+def table(rows: dict[tuple[str, str], Figures], about: dict[str, str]) -> str:
     titles = ["variant", "then", *COLUMNS.values()]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [", ".join(f"{key} {value}" for key, value in about.items()), ""]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (variant, end), row in rows.items():
         figures = " | ".join(f"{row[name]:.1f}" if name in row else "–" for name in COLUMNS)
         lines.append(f"| {variant} | {end} | {figures} |")
@@ -146,41 +202,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.set_defaults(variants=["fsdp2", "dmuon-z2"])
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of this rank in a step")
-    parser.add_argument("--pause", type=float, default=20.0, help="ms from the end of backward to the next forward")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps a row")
-    return completed(parser.parse_args(arguments))
-
-
-def run(options: argparse.Namespace) -> dict[tuple[str, str], Figures]:
-    device = torch.device(options.device)
-    batches = micro_batches(options.tokens, options.device, options)
-    meter = Meter(gpu_of(device))
-    rounds: dict[tuple[str, str], list[Figures]] = {}
-    for _ in range(options.rounds):
-        for variant in options.variants:
-            for end, row in zip(ENDS, measure(variant, options, batches, meter), strict=True):
-                rounds.setdefault((variant, end), []).append(row)
-    meter.close()
-    release()
-    return {
-        key: {name: statistics.median(row[name] for row in rows if name in row) for name in rows[0]}
-        for key, rows in rounds.items()
-    }
+    parser.add_argument("--pause", type=float, default=20.0, help="ms that the device is left alone")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40, help="steps a row, of which the later half is timed")
+    options = completed(parser.parse_args(arguments))
+    if strangers := [variant for variant in options.variants if variant not in OURS]:
+        parser.error(f"{', '.join(strangers)}: other Muons are compared by bench_step.py alone, which survives them")
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    return options
 
 
 def main() -> None:
     options = parse()
     if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rows = run(options)
+    about = environment(options)
     if dist.get_rank() == 0 and options.markdown is not None:
-        options.markdown.write_text(table(rows) + "\n", encoding="utf-8")
+        options.markdown.write_text(table(rows, about) + "\n", encoding="utf-8")
     if dist.get_rank() == 0 and options.out is not None:
-        details = [{"variant": variant, "then": end, **row} for (variant, end), row in rows.items()]
-        options.out.write_text(json.dumps(details, indent=1), encoding="utf-8")
-    say(table(rows))
+        listed = [{"variant": variant, "then": end, **row} for (variant, end), row in rows.items()]
+        options.out.write_text(json.dumps({"environment": about, "rows": listed}, indent=1), encoding="utf-8")
+    say(table(rows, about))
     dist.destroy_process_group()
 
 

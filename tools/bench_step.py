@@ -244,8 +244,6 @@ def take_turn(
 def micro_batches(tokens: int, device: str, options: argparse.Namespace) -> list[Tensor]:
     """Random ids, [sequences, sequence] each, others on every rank."""
     micro, sequence = min(tokens, options.micro_batch), options.sizes.sequence
-    if tokens % micro or micro % sequence:
-        raise ValueError(f"{tokens} tokens must be whole micro-batches of {micro}, and these sequences of {sequence}")
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     shape = (tokens // micro, micro // sequence, sequence)
     return list(torch.randint(options.sizes.vocabulary, shape, device=device, generator=generator))
@@ -349,13 +347,19 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """With the device, the sizes of the model, and the peers among the variants."""
+    """With the device, the sizes of the model, and the peers among the variants; tokens in whole micro-batches."""
     if not options.cpu and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; --cpu tries it all with tiny models")
     options.device = "cpu" if options.cpu else "cuda"
     options.sizes = (TINY if options.cpu else MODELS)[options.model]
     if options.peers:
         options.variants = [*options.variants, *(name for name in PEERS if name not in options.variants)]
+    for tokens in [options.tokens] if isinstance(options.tokens, int) else options.tokens:
+        micro, sequence = min(tokens, options.micro_batch), options.sizes.sequence
+        if micro < 1 or tokens % micro or micro % sequence:
+            raise SystemExit(
+                f"{tokens} tokens must be whole micro-batches of {micro}, and these sequences of {sequence}"
+            )
     return options
 
 

@@ -207,3 +207,9 @@ def test_what_a_table_leaves_out_is_in_its_sum():
         "| 2 others | 3 | 30.0 |",
         "| all | 6 | 60.0 |",
     ]
+
+
+@pytest.mark.parametrize("tokens", ["100", "8", "0"])
+def test_tokens_that_are_no_whole_micro_batches_are_refused(tokens):
+    with pytest.raises(SystemExit, match=f"{tokens} tokens must be whole micro-batches"):
+        options_of("--tokens", "64", tokens)

@@ -329,6 +329,35 @@ def test_frozen_parameters_extra_state_meta_other_momentum_and_a_deeper_model(ra
     ranks(2, other_kinds, str(tmp_path / "saved"))
 
 
+def in_inference_mode(folder):
+    """As an evaluation does with its best model. DTensors cannot be detached there; what is made there never trains."""
+    run, resumed = Run(), Run(seed=7)
+    run.train(range(2))
+    with torch.inference_mode():
+        dmuon.save_checkpoint(run.model, run.optimizer, folder)
+        dmuon.load_checkpoint(resumed.model, resumed.optimizer, folder)
+    run.train(range(2, 4))
+    resumed.train(range(2, 4))
+    assert_same(resumed.everything(), run.everything())
+    by_dicts = Run(seed=8)
+    with torch.inference_mode():
+        dmuon.set_model_state_dict(by_dicts.model, dmuon.get_model_state_dict(run.model, options=PARTS), options=PARTS)
+        by_dicts.optimizer.load_state_dict(run.optimizer.state_dict())
+    by_dicts.train(range(4, 5))
+    run.train(range(4, 5))
+    assert_same(by_dicts.everything(), run.everything())
+    resumed.optimizer.state.clear()
+    with torch.inference_mode():
+        parts = dmuon.get_optimizer_state_dict(run.model, run.optimizer, options=PARTS)
+        dmuon.set_optimizer_state_dict(resumed.model, resumed.optimizer, parts, options=PARTS)
+    assert_same(resumed.state(), run.state())
+    resumed.train(range(5, 6))
+
+
+def test_what_is_saved_and_loaded_in_inference_mode_trains_on(ranks, tmp_path):
+    ranks(2, in_inference_mode, str(tmp_path / "saved"))
+
+
 # --- what cannot be loaded
 
 

@@ -38,6 +38,7 @@ _STATE = "optimizer.state."
 _GROUPS = "optimizer.param_groups"
 
 
+@torch.inference_mode(False)
 def save_checkpoint(
     model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str], *, extra: Any = None
 ) -> None:
@@ -74,6 +75,7 @@ def save_checkpoint(
     all_or_none(lambda: _on_first(lambda: _swap(new, folder)), world())
 
 
+@torch.inference_mode(False)
 def load_checkpoint(
     model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str], *, strict: bool = True
 ) -> Any:

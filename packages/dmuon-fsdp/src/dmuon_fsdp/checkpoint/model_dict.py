@@ -38,6 +38,7 @@ from dmuon_fsdp.runtime.materialize import materialize
 _SOURCE = "the model state dict"
 
 
+@torch.inference_mode(False)
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def get_model_state_dict(
     return collect(dsd.get_model_state_dict(model, submodules=submodules, options=sharded(options)), options, ranks)  # type: ignore[no-any-return]
 
 
+@torch.inference_mode(False)
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:

@@ -37,6 +37,7 @@ Group = Mapping[str, Any]
 _SOURCE = "the optimizer state dict"
 
 
+@torch.inference_mode(False)
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
@@ -64,6 +65,7 @@ def get_optimizer_state_dict(
     return collect(parts, options, ranks)  # type: ignore[no-any-return]
 
 
+@torch.inference_mode(False)
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],

@@ -28,6 +28,7 @@ _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
+@torch.inference_mode(False)
 def load_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, rename: Rename | None = None, strict: bool = True
 ) -> None:

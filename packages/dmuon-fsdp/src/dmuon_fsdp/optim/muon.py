@@ -121,6 +121,7 @@ class Muon(Optimizer):
         self._masters = Masters()
         self.create_state()
 
+    @torch.inference_mode(False)  # in which state would be made that no later step may write
     def create_state(self) -> None:
         """State for every trained parameter that has none, zeros, without a step and without communication.
 
@@ -132,6 +133,7 @@ class Muon(Optimizer):
     def _rules(self) -> StateRules:
         return StateRules(self.momentum_dtype, master_dtypes(list(self._dedicated().values())))
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """As torch's: state by position, here with ``param_names`` in the groups, the same keys on every rank.
 
@@ -142,6 +144,7 @@ class Muon(Optimizer):
         self.create_state()
         return super().state_dict()
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with these differences.
 

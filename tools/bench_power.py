@@ -5,10 +5,11 @@
 
 A device at its power limit lowers its clock, and how far depends on all that a step does: an optimizer of matrix
 products slows down the next forward, one that waits speeds it up. A variant of bench_step.py runs as it is, then with
-the device left alone for ``--pause`` ms behind its optimizer, then for as long in the optimizer's place; every round
-begins with another of the three. Medians of the later half of the steps, then of rounds, on the rank where they are
-highest; clock and power are means of what ``nvidia-smi`` says of rank 0's GPU over that time, whole steps. ``--cpu``
-tries it all with tiny models, with no pause and no clock.
+``--pause`` ms of rest behind its optimizer, then with as much instead of it; in a rest one thread waits. Every round
+begins with another of the three. Compare rows of one variant, and of two the last ones. Medians of the later half of
+the steps, then of rounds, on the rank where they are highest; clock and power are means of what ``nvidia-smi`` says of
+rank 0's GPU over that time, whole steps, and "limited" is the share of it in which the power limit held the clock down.
+``--cpu`` tries it all with tiny models, with no rest and no clock.
 
 Correctness first: variants begin with the same loss, it stays finite, and an optimizer moves every matrix.
 """
@@ -42,25 +43,35 @@ COLUMNS = {
     "end_ms": "what follows ms",
     "clock_mhz": "clock MHz",
     "power_w": "power W",
+    "power_limit_w": "limit W",
+    "limited": "limited",
 }
 CYCLES_PER_MS = 1_700_000  # about; what came of it is measured
+FIELDS = {
+    "clocks.sm": "clock_mhz",
+    "power.draw.instant": "power_w",
+    "enforced.power.limit": "power_limit_w",
+    "clocks_event_reasons.sw_power_cap": "limited",
+}
+"""Of ``nvidia-smi``, by our names."""
+ANSWERS = {"Active": 1.0, "Not Active": 0.0}
 
 
 class Meter:
-    """Clock and power of one GPU, read by a process of its own; without one, or without a GPU, there are none.
+    """What ``nvidia-smi`` says of one GPU, read by a process of its own; nothing without one, or without a GPU.
 
     Args:
         gpu: what ``nvidia-smi`` calls it; None on a CPU.
     """
 
-    QUERY = "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits", "--loop-ms=20"
-
     def __init__(self, gpu: str | None) -> None:
-        self.samples: list[tuple[float, float, float]] = []
+        self.samples: list[tuple[float, Figures]] = []
         self._process: subprocess.Popen[str] | None = None
         if gpu is not None and shutil.which("nvidia-smi"):
-            command = ["nvidia-smi", f"--id={gpu}", *self.QUERY]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            options = f"--id={gpu}", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"
+            self._process = subprocess.Popen(
+                ["nvidia-smi", *options, "--loop-ms=20"], stdout=subprocess.PIPE, text=True
+            )
             self._thread = threading.Thread(target=self._read, args=[self._process.stdout], daemon=True)
             self._thread.start()
 
@@ -79,18 +90,24 @@ class Meter:
 
     def _read(self, lines: Iterable[str]) -> None:
         for line in lines:
-            try:
-                clock, power = map(float, line.split(","))
-            except ValueError:
-                continue  # "[N/A]", or a message
-            self.samples.append((time.perf_counter(), clock, power))
+            read = dict(zip(FIELDS.values(), map(figure_of, line.split(",")), strict=False))
+            known = {name: figure for name, figure in read.items() if figure is not None}
+            if known:
+                self.samples.append((time.perf_counter(), known))
 
     def between(self, begin: float, end: float) -> Figures:
-        """Means over that time, by ``time.perf_counter``; nothing where nothing was read."""
-        then = [sample for sample in list(self.samples) if begin <= sample[0] <= end]
-        if not then:
-            return {}
-        return {"clock_mhz": statistics.mean(s[1] for s in then), "power_w": statistics.mean(s[2] for s in then)}
+        """Means over that time, by ``time.perf_counter``, of what was read."""
+        then = [figures for moment_s, figures in list(self.samples) if begin <= moment_s <= end]
+        names = [name for name in FIELDS.values() if any(name in figures for figures in then)]
+        return {name: statistics.mean(figures[name] for figures in then if name in figures) for name in names}
+
+
+def figure_of(field: str) -> float | None:
+    """None for "[N/A]" and messages."""
+    try:
+        return ANSWERS[field.strip()] if field.strip() in ANSWERS else float(field)
+    except ValueError:
+        return None
 
 
 def gpu_of(device: torch.device) -> str | None:
@@ -148,7 +165,8 @@ def timed(trained: Trained, batches: Sequence[Tensor], end: str, meter: Meter, o
         train_step(trained, batches, end, options.pause)
     synchronize(device)
     begin = time.perf_counter()
-    run = [train_step(trained, batches, end, options.pause) for _ in range(half)]
+    # The first, which begins after a rest, is not timed.
+    run = [train_step(trained, batches, end, options.pause) for _ in range(half + 1)][1:]
     synchronize(device)
     clock = meter.between(begin, time.perf_counter())
     if not math.isfinite(float(run[-1][0])):
@@ -178,6 +196,8 @@ def run(options: argparse.Namespace) -> dict[tuple[str, str], Figures]:
                     raise AssertionError(f"{variant} begins with the loss {loss}, not with {wanted} as the first")
                 for end, row in rows.items():
                     rounds[variant, end].append(row)
+        if not meter.samples and device.type == "cuda":
+            say("nvidia-smi is not there or says nothing of this GPU: no clock and no power")
     release()
     return {key: median_of(rows) for key, rows in rounds.items()}
 
@@ -193,7 +213,7 @@ def table(rows: dict[tuple[str, str], Figures], about: dict[str, str]) -> str:
     lines = [", ".join(f"{key} {value}" for key, value in about.items()), ""]
     lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (variant, end), row in rows.items():
-        figures = " | ".join(f"{row[name]:.1f}" if name in row else "–" for name in COLUMNS)
+        figures = " | ".join(f"{row[name]:.2f}" if name in row else "–" for name in COLUMNS)
         lines.append(f"| {variant} | {end} | {figures} |")
     return "\n".join(lines)
 
@@ -202,14 +222,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.set_defaults(variants=["fsdp2", "dmuon-z2"])
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of this rank in a step")
-    parser.add_argument("--pause", type=float, default=20.0, help="ms that the device is left alone")
+    parser.add_argument("--pause", type=float, default=20.0, help="ms of rest")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="steps a row, of which the later half is timed")
     options = completed(parser.parse_args(arguments))
     if strangers := [variant for variant in options.variants if variant not in OURS]:
         parser.error(f"{', '.join(strangers)}: other Muons are compared by bench_step.py alone, which survives them")
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
+    if options.rounds < 1 or options.steps < 1 or not 0 <= options.pause < math.inf:
+        parser.error("--rounds and --steps must be at least 1, and --pause a time")
     return options
 
 
@@ -219,7 +239,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rows = run(options)
-    about = environment(options)
+    about = environment(options) | {name: str(vars(options)[name]) for name in ("tokens", "pause", "steps", "rounds")}
     if dist.get_rank() == 0 and options.markdown is not None:
         options.markdown.write_text(table(rows, about) + "\n", encoding="utf-8")
     if dist.get_rank() == 0 and options.out is not None:

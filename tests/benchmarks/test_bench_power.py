@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import bench_power
 import pytest
+import torch
 
 SMALL = ["--cpu", "--tokens", "64", "--micro-batch", "32", "--steps", "3", "--rounds", "2"]
 
@@ -30,7 +30,7 @@ def test_every_variant_has_a_row_for_every_end(tmp_path):
     ]
     for row in report["rows"]:
         assert row["forward_backward_ms"] > 0
-        assert f"| {row['variant']} | {row['then']} | {row['forward_backward_ms']:.1f} |" in page.read_text()
+        assert f"| {row['variant']} | {row['then']} | {row['forward_backward_ms']:.2f} |" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -52,26 +52,28 @@ def test_what_follows_backward(monkeypatch, end, calls):
     monkeypatch.setattr(bench_power, "forward_backward", lambda *_: seen.append("backward"))
     monkeypatch.setattr(bench_power, "optimize", lambda _: seen.append("optimize"))
     monkeypatch.setattr(bench_power, "idle", lambda _, pause: seen.append("idle") if pause == 7.0 else None)
-    bench_power.train_step(trained, [bench_power.torch.zeros(1)], end, 7.0)
+    bench_power.train_step(trained, [torch.zeros(1)], end, 7.0)
     assert seen == ["backward", *calls]
 
 
 def test_the_meter_takes_means_of_what_the_tool_says(tmp_path, monkeypatch):
-    nvidia_smi(tmp_path, "no devices", "1500, 600.5", "[N/A], 1", "1600, 700.5")
+    lines = "no devices", "1500, 600.5, 700, Active", "1550, [N/A], 700, Not Active", "1600, 700.5, 700, Active"
+    said = [f"echo '{line}'" for line in lines]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("\n".join(["#!/bin/sh", f'echo "$@" > {tmp_path}/asked', *said, "exec sleep 60", ""]))
+    tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     begin = time.perf_counter()
     with bench_power.Meter("GPU-0") as meter:
         deadline = begin + 20
-        while len(meter.samples) < 2 and time.perf_counter() < deadline:
+        while len(meter.samples) < 3 and time.perf_counter() < deadline:
             time.sleep(0.01)
-    assert meter.between(begin, deadline) == {"clock_mhz": pytest.approx(1550), "power_w": pytest.approx(650.5)}
+    wanted = {"clock_mhz": 1550, "power_w": 650.5, "power_limit_w": 700, "limited": 2 / 3}
+    assert meter.between(begin, deadline) == pytest.approx(wanted)
     assert meter.between(begin - 2, begin - 1) == {}
-
-
-def nvidia_smi(folder: Path, *lines: str):
-    tool = folder / "nvidia-smi"
-    tool.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), "exec sleep 60", ""]))
-    tool.chmod(0o755)
+    fields = "clocks.sm,power.draw.instant,enforced.power.limit,clocks_event_reasons.sw_power_cap"
+    asked = (tmp_path / "asked").read_text().split()
+    assert asked == ["--id=GPU-0", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--loop-ms=20"]
 
 
 def test_without_the_tool_there_is_no_clock(monkeypatch):
@@ -90,3 +92,55 @@ def test_other_muons_are_refused(capsys):
     with pytest.raises(SystemExit):
         bench_power.parse(["--cpu", "--variants", "fsdp2", "torch-muon"])
     assert "torch-muon: other Muons are compared by bench_step.py alone" in capsys.readouterr().err
+
+
+class Still(torch.optim.Optimizer):
+    def step(self, closure=None):
+        pass
+
+
+class Moving(torch.optim.SGD):
+    """Also where it should rest."""
+
+    def zero_grad(self, set_to_none=True):
+        self.step()
+        super().zero_grad(set_to_none)
+
+
+def refused(optimizer, end, message):
+    options = bench_power.parse(SMALL)
+    build = bench_power.build
+
+    def built(*arguments):
+        trained = build(*arguments)
+        parameters = list(trained.model.parameters())
+        return bench_power.Trained(trained.model, [optimizer(parameters, {"lr": 0.1} if optimizer is Still else 0.1)])
+
+    bench_power.build = built
+    mesh = bench_power.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    batches = bench_power.micro_batches(64, "cpu", options)
+    with pytest.raises(AssertionError, match=message):
+        bench_power.measure("fsdp2", [end], mesh, batches, bench_power.Meter(None), options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "end", "message"),
+    [
+        (Still, "its optimizer", "14 of 14 matrices are as they were, not 0"),
+        (Moving, "idle instead", "0 of 14 matrices are as they were, not 14"),
+    ],
+)
+def test_what_does_not_do_what_its_row_says_is_refused(ranks, optimizer, end, message):
+    ranks(1, refused, optimizer, end, message)
+
+
+def begins_elsewhere():
+    options = bench_power.parse(SMALL)
+    losses = iter([5.0, 5.5])
+    bench_power.measure = lambda *_: (next(losses), {})
+    with pytest.raises(AssertionError, match=r"dmuon-z2 begins with the loss 5\.5, not with 5\.0"):
+        bench_power.run(options)
+
+
+def test_variants_that_begin_with_another_loss_are_refused(ranks):
+    ranks(1, begins_elsewhere)

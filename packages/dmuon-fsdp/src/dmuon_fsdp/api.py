@@ -30,6 +30,7 @@ from dmuon_fsdp.planning.policy import ParamPolicy, as_policies
 from dmuon_fsdp.planning.select import ParamPredicate, select_params
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Dedication, Registration
+from dmuon_fsdp.runtime.inference import outside_inference_mode
 from dmuon_fsdp.runtime.materialize import initialize
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 
@@ -341,6 +342,7 @@ def wait_for_publish(model: nn.Module) -> None:
     registration_of(model).state.settle_publishes()
 
 
+@outside_inference_mode
 def init_weights(model: nn.Module, fn: Callable[[nn.Module], None] | None = None) -> None:
     """Initialise a model, from meta or anew, boundary by boundary: all ranks draw the same, the owner keeps the result.
 

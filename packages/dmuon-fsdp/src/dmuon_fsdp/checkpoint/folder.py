@@ -30,6 +30,7 @@ from dmuon_fsdp.checkpoint.optimizer_dict import get_optimizer_state_dict, is_ou
 from dmuon_fsdp.checkpoint.reading import Contents, assemble, read
 from dmuon_fsdp.checkpoint.sources import meet, shapes_of, spec_of
 from dmuon_fsdp.comm.together import all_or_none, said, union, world
+from dmuon_fsdp.runtime.inference import outside_inference_mode
 from dmuon_fsdp.runtime.layout import write_
 
 _PARTS = StateDictOptions()
@@ -38,7 +39,7 @@ _STATE = "optimizer.state."
 _GROUPS = "optimizer.param_groups"
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def save_checkpoint(
     model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str], *, extra: Any = None
 ) -> None:
@@ -75,7 +76,7 @@ def save_checkpoint(
     all_or_none(lambda: _on_first(lambda: _swap(new, folder)), world())
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def load_checkpoint(
     model: nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str], *, strict: bool = True
 ) -> Any:

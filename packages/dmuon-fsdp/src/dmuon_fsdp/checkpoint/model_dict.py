@@ -32,13 +32,14 @@ from dmuon_fsdp.checkpoint.sources import (
 from dmuon_fsdp.comm.together import all_or_none
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import device_of
+from dmuon_fsdp.runtime.inference import outside_inference_mode
 from dmuon_fsdp.runtime.layout import local_of, write_
 from dmuon_fsdp.runtime.materialize import materialize
 
 _SOURCE = "the model state dict"
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def get_model_state_dict(
     return collect(dsd.get_model_state_dict(model, submodules=submodules, options=sharded(options)), options, ranks)  # type: ignore[no-any-return]
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:

@@ -30,6 +30,7 @@ from dmuon_fsdp.checkpoint.sources import (
 from dmuon_fsdp.comm.groups import Ranks
 from dmuon_fsdp.comm.together import all_or_none
 from dmuon_fsdp.runtime import registry
+from dmuon_fsdp.runtime.inference import outside_inference_mode
 from dmuon_fsdp.runtime.layout import laid_out, local_of, whole_of
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 
@@ -37,7 +38,7 @@ Group = Mapping[str, Any]
 _SOURCE = "the optimizer state dict"
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
@@ -65,7 +66,7 @@ def get_optimizer_state_dict(
     return collect(parts, options, ranks)  # type: ignore[no-any-return]
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],

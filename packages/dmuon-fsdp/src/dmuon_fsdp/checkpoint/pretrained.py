@@ -20,6 +20,7 @@ from dmuon_fsdp.checkpoint.model_dict import begin_writing, check_model, wanted_
 from dmuon_fsdp.checkpoint.sources import meet
 from dmuon_fsdp.comm.together import all_or_none
 from dmuon_fsdp.planning.names import named_places
+from dmuon_fsdp.runtime.inference import outside_inference_mode
 from dmuon_fsdp.runtime.layout import write_block_
 
 Rename = Callable[[str], str | None]
@@ -28,7 +29,7 @@ _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-@torch.inference_mode(False)
+@outside_inference_mode
 def load_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, rename: Rename | None = None, strict: bool = True
 ) -> None:

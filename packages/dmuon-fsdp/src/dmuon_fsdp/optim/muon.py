@@ -30,6 +30,7 @@ from dmuon_fsdp.optim.state import Loaded, StateRules, create_missing, read_stat
 from dmuon_fsdp.planning.names import bare
 from dmuon_fsdp.runtime import registry
 from dmuon_fsdp.runtime.binding import Registration
+from dmuon_fsdp.runtime.inference import outside_inference_mode
 from dmuon_fsdp.runtime.owned_tensor import OwnedTensor
 from dmuon_fsdp.runtime.parameter import DedicatedParam
 from dmuon_fsdp.runtime.timings import Timings
@@ -121,7 +122,7 @@ class Muon(Optimizer):
         self._masters = Masters()
         self.create_state()
 
-    @torch.inference_mode(False)  # in which state would be made that no later step may write
+    @outside_inference_mode
     def create_state(self) -> None:
         """State for every trained parameter that has none, zeros, without a step and without communication.
 
@@ -133,7 +134,7 @@ class Muon(Optimizer):
     def _rules(self) -> StateRules:
         return StateRules(self.momentum_dtype, master_dtypes(list(self._dedicated().values())))
 
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """As torch's: state by position, here with ``param_names`` in the groups, the same keys on every rank.
 
@@ -144,7 +145,7 @@ class Muon(Optimizer):
         self.create_state()
         return super().state_dict()
 
-    @torch.inference_mode(False)
+    @outside_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with these differences.
 

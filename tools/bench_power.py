@@ -17,6 +17,7 @@ Correctness first: variants begin with the same loss, it stays finite, and an op
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -30,17 +31,28 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from bench_step import OURS, build, completed, environment, lengths, micro_batches, parser_of, release, say
-from step_times import Figures, Marks, Trained, elapsed_ms, forward_backward, highest, moment, optimize, synchronize
+from bench_step import (
+    OURS,
+    build,
+    check_beginning,
+    completed,
+    environment,
+    lengths,
+    micro_batches,
+    parser_of,
+    release,
+    say,
+)
+from step_times import Figures, Trained, median_of, optimize, timed, train_step
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 ENDS = ("its optimizer", "its optimizer, then idle", "idle instead")
 """What follows forward and backward."""
 WARM_UP = 10
+TIMES = {"forward_backward_ms": "forward + backward ms", "optimizer_ms": "what follows ms"}
 COLUMNS = {
-    "forward_backward_ms": "forward + backward ms",
-    "end_ms": "what follows ms",
+    **TIMES,
     "clock_mhz": "clock MHz",
     "power_w": "power W",
     "power_limit_w": "limit W",
@@ -120,11 +132,8 @@ def idle(device: torch.device, milliseconds: float) -> None:
         torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
 
 
-def train_step(trained: Trained, batches: Sequence[Tensor], end: str, pause: float) -> tuple[Tensor, Marks]:
-    device = batches[0].device
-    begin = moment(device)
-    loss = forward_backward(trained, batches)
-    middle = moment(device)
+def finish(trained: Trained, device: torch.device, end: str, pause: float) -> None:
+    """A step, behind its forward and backward."""
     if end == "idle instead":
         for optimizer in trained.optimizers:
             optimizer.zero_grad()
@@ -132,7 +141,6 @@ def train_step(trained: Trained, batches: Sequence[Tensor], end: str, pause: flo
         optimize(trained)
     if end != "its optimizer":
         idle(device, pause)
-    return loss, Marks(begin, middle, moment(device))
 
 
 def measure(
@@ -145,38 +153,18 @@ def measure(
     rows = {}
     for end in ends:
         before = lengths(trained.model)
-        for _ in range(WARM_UP):
-            loss, _ = train_step(trained, batches, end, options.pause)
+        ended = functools.partial(finish, device=batches[0].device, end=end, pause=options.pause)
+        for _ in range(WARM_UP + options.steps // 2):
+            loss, _ = train_step(trained, batches, ended)
             first_loss = float(loss) if math.isnan(first_loss) else first_loss
-        rows[end] = timed(trained, batches, end, meter, options)
+        begin = time.perf_counter()
+        figures = timed(trained, batches, (options.steps + 1) // 2, ended)
+        rows[end] = {name: figures[name] for name in TIMES} | meter.between(begin, time.perf_counter())
         still = int((lengths(trained.model) == before).sum())
         wanted = len(before) if end == "idle instead" else 0
         if still != wanted:
             raise AssertionError(f"{variant}, {end}: {still} of {len(before)} matrices are as they were, not {wanted}")
     return first_loss, rows
-
-
-def timed(trained: Trained, batches: Sequence[Tensor], end: str, meter: Meter, options: argparse.Namespace) -> Figures:
-    device = batches[0].device
-    half = (options.steps + 1) // 2
-    synchronize(device)
-    dist.barrier()
-    for _ in range(options.steps - half):
-        train_step(trained, batches, end, options.pause)
-    synchronize(device)
-    begin = time.perf_counter()
-    # The first, which begins after a rest, is not timed.
-    run = [train_step(trained, batches, end, options.pause) for _ in range(half + 1)][1:]
-    synchronize(device)
-    clock = meter.between(begin, time.perf_counter())
-    if not math.isfinite(float(run[-1][0])):
-        raise AssertionError(f"after the timed steps the loss is {float(run[-1][0])}")
-    marks = [each for _, each in run]
-    times = {
-        "forward_backward_ms": statistics.median(elapsed_ms(each.begin, each.middle) for each in marks),
-        "end_ms": statistics.median(elapsed_ms(each.middle, each.end) for each in marks),
-    }
-    return {**highest(times, device), **clock}
 
 
 def run(options: argparse.Namespace) -> dict[tuple[str, str], Figures]:
@@ -192,20 +180,13 @@ def run(options: argparse.Namespace) -> dict[tuple[str, str], Figures]:
             for variant in options.variants:
                 loss, rows = measure(variant, [*ENDS[first:], *ENDS[:first]], mesh, batches, meter, options)
                 wanted = loss if wanted is None else wanted
-                if not abs(loss - wanted) <= 1e-2:
-                    raise AssertionError(f"{variant} begins with the loss {loss}, not with {wanted} as the first")
+                check_beginning(variant, loss, wanted)
                 for end, row in rows.items():
                     rounds[variant, end].append(row)
         if not meter.samples and device.type == "cuda":
             say("nvidia-smi is not there or says nothing of this GPU: no clock and no power")
     release()
     return {key: median_of(rows) for key, rows in rounds.items()}
-
-
-def median_of(rows: Sequence[Figures]) -> Figures:
-    """Of every figure over the rows that have it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
 
 
 def table(rows: dict[tuple[str, str], Figures], about: dict[str, str]) -> str:

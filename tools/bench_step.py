@@ -34,7 +34,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -53,6 +52,7 @@ from step_times import (
     allocated,
     forward_backward,
     highest,
+    median_of,
     optimize,
     started_idle,
     synchronize,
@@ -160,8 +160,7 @@ def measure(variant: str, mesh: DeviceMesh, data: dict[int, list[Tensor]], resul
     first_six, first_loss, last_loss = warm_up(trained, next(iter(data.values())))
     if results.first_loss is None:
         results.first_loss = first_loss
-    if not abs(first_loss - results.first_loss) <= 1e-2:
-        raise AssertionError(f"{variant} begins with the loss {first_loss}, not with {results.first_loss} as the first")
+    check_beginning(variant, first_loss, results.first_loss)
     whole = {"left_over_gib": left_over, "first_six_steps_s": first_six, "sixth_loss": last_loss}
     whole |= started_idle(trained, next(iter(data.values()))[0])
     steps = options.steps if variant in OURS else min(options.steps, options.peer_steps)
@@ -177,6 +176,11 @@ def measure(variant: str, mesh: DeviceMesh, data: dict[int, list[Tensor]], resul
         results.profiles[variant] = profile_optimizer(trained, next(iter(data.values())))
     for tokens, row in rows.items():
         results.figures.setdefault((variant, tokens), []).append(row)
+
+
+def check_beginning(variant: str, first_loss: float, wanted: float) -> None:
+    if not abs(first_loss - wanted) <= 1e-2:
+        raise AssertionError(f"{variant} begins with the loss {first_loss}, not with {wanted} as the first")
 
 
 def lengths(model: nn.Module) -> Tensor:
@@ -260,10 +264,7 @@ def say(line: str) -> None:
 
 def rows_of(results: Results, replicas: int) -> list[dict]:
     """Medians over the rounds, with ratios to FSDP2's."""
-    medians = {
-        key: {name: statistics.median(each[name] for each in rounds if name in each) for name in rounds[0]}
-        for key, rounds in results.figures.items()
-    }
+    medians = {key: median_of(rounds) for key, rounds in results.figures.items()}
     rows = []
     for (variant, tokens), figures in sorted(medians.items(), key=lambda item: item[0][1]):
         base = medians.get(("fsdp2", tokens))

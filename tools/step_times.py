@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,28 +59,32 @@ def optimize(trained: Trained) -> None:
         optimizer.zero_grad()
 
 
-def train_step(trained: Trained, batches: Sequence[Tensor]) -> tuple[Tensor, Marks]:
+def train_step(
+    trained: Trained, batches: Sequence[Tensor], finish: Callable[[Trained], None] = optimize
+) -> tuple[Tensor, Marks]:
     device = batches[0].device
     begin = moment(device)
     loss = forward_backward(trained, batches)
     middle = moment(device)
-    optimize(trained)
+    finish(trained)
     return loss, Marks(begin, middle, moment(device))
 
 
 # --- many
 
 
-def timed(trained: Trained, batches: Sequence[Tensor], steps: int) -> Figures:
+def timed(
+    trained: Trained, batches: Sequence[Tensor], steps: int, finish: Callable[[Trained], None] = optimize
+) -> Figures:
     """Medians of ``steps`` steps, one after the other without a wait, and their memory."""
     device = batches[0].device
     on_gpu = device.type == "cuda"
-    train_step(trained, batches)  # memory for this many micro-batches
+    train_step(trained, batches, finish)  # memory for this many micro-batches
     synchronize(device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
-    run = [train_step(trained, batches) for _ in range(steps)]
+    run = [train_step(trained, batches, finish) for _ in range(steps)]
     synchronize(device)
     loss, marks = run[-1][0], [each for _, each in run]
     figures = {
@@ -125,6 +129,15 @@ def _step_by_parts(trained: Trained, ids_BT: Tensor) -> Figures:
         "idle_start_host_optimizer_ms": host_optimizer * 1e3,
         "idle_start_optimizer_ms": elapsed_ms(begin, end),
     }
+
+
+# --- many rounds
+
+
+def median_of(rows: Sequence[Figures]) -> Figures:
+    """Of every figure over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
 
 
 # --- time, memory, other ranks

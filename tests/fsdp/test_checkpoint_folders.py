@@ -329,53 +329,6 @@ def test_frozen_parameters_extra_state_meta_other_momentum_and_a_deeper_model(ra
     ranks(2, other_kinds, str(tmp_path / "saved"))
 
 
-def toy_on_meta():
-    with torch.device("meta"):
-        return Toy()
-
-
-def in_inference_mode(folder):
-    """As an evaluation does with its best model. DTensors cannot be detached there; what is made there never trains."""
-    run, resumed, by_dicts, begun = Run(), Run(seed=7), Run(seed=8), Run(make=toy_on_meta)
-    run.train(range(2))
-    with torch.inference_mode():
-        dmuon.save_checkpoint(run.model, run.optimizer, folder)
-        dmuon.load_checkpoint(resumed.model, resumed.optimizer, folder)
-        dmuon.set_model_state_dict(by_dicts.model, dmuon.get_model_state_dict(run.model, options=PARTS), options=PARTS)
-        parts = dmuon.get_optimizer_state_dict(run.model, run.optimizer, options=PARTS)
-        dmuon.set_optimizer_state_dict(by_dicts.model, by_dicts.optimizer, parts, options=PARTS)
-        dmuon.init_weights(begun.model)
-        dmuon.set_model_state_dict(begun.model, dmuon.get_model_state_dict(run.model, options=PARTS), options=PARTS)
-        begun.optimizer.load_state_dict(run.optimizer.state_dict())
-    for each in (run, resumed, by_dicts, begun):
-        each.train(range(2, 4))
-    for each in (resumed, by_dicts, begun):
-        assert_same(each.everything(), run.everything())
-
-
-def test_what_is_saved_and_loaded_in_inference_mode_trains_on(ranks, tmp_path):
-    ranks(2, in_inference_mode, str(tmp_path / "saved"))
-
-
-def hooks_without_gradients():
-    """A hook that writes parameters, as one that restores an average: of a leaf only ``no_grad`` lets it."""
-    run = Run()
-    run.train(range(1))
-    saved = run.optimizer.state_dict()
-    weight = run.model.norm.weight
-    run.optimizer.register_load_state_dict_post_hook(lambda optimizer: weight.mul_(2.0))
-    for mode in (torch.no_grad, torch.inference_mode):
-        before = whole(weight).clone()
-        with mode():
-            run.optimizer.load_state_dict(saved)
-        assert torch.equal(whole(weight), 2.0 * before)
-    run.train(range(1, 2))
-
-
-def test_hooks_of_a_load_run_without_gradients_where_its_caller_does(ranks):
-    ranks(2, hooks_without_gradients)
-
-
 # --- what cannot be loaded
 
 
